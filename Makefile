@@ -1,0 +1,41 @@
+# The commands CI runs, by the same names. `make demo` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= out
+PYTEST_WORKERS ?= 2
+
+.PHONY: demo test lint bench clean
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "flashsim needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Light: matplotlib and this package, no torch.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[figures]'
+	@touch $@
+
+# Everything, with the pins of constraints.txt.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	$(BIN)/flashsim figures --out $(OUT)
+	$(BIN)/flashsim verify --out $(OUT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --benchmark-disable
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-columns=min,median,max,rounds
+
+clean:
+	rm -rf $(VENV) $(OUT) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
