@@ -189,7 +189,7 @@ def _least(a: Number | Count, b: Number | Count) -> Number | Count:
     return Count(0, ((term._replace(limit=b if term.limit is None else min(b, term.limit)), 1),))
 
 
-_LEVEL = {ast.Add: 1, ast.Sub: 1, ast.Mult: 2, ast.Div: 2, ast.Mod: 2, ast.FloorDiv: 3}
+_LEVEL = {ast.Add: 1, ast.Sub: 1, ast.Mult: 2, ast.Div: 2, ast.Mod: 1, ast.FloorDiv: 3}
 _SIGN = {ast.Add: "+", ast.Sub: "-", ast.Mult: "x", ast.Div: "/", ast.Mod: "mod"}
 
 
