@@ -19,7 +19,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -170,7 +170,9 @@ class Config:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key, owners in _MECHANISM_FIELDS.items():
             if key in data and key not in fields:
-                raise ConfigError(key, data[key], f"no such field with model_type {data['model_type']} (it is of {owners})")
+                raise ConfigError(
+                    key, data[key], f"no such field with model_type {data['model_type']} (it is of {owners})"
+                )
         for field in fields.values():
             if field.default is MISSING and field.name not in data:
                 raise ConfigError(field.name, Missing(), _accepted(field))
@@ -225,7 +227,9 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(newer, Mapping):
             raise ConfigError("rope_parameters", newer, "an object")
         split = isinstance(newer.get("main"), Mapping) and isinstance(newer.get("compress"), Mapping)
-        parts = {"rope_theta": newer["main"], "compress_rope_theta": newer["compress"]} if split else {"rope_theta": newer}
+        parts = (
+            {"rope_theta": newer["main"], "compress_rope_theta": newer["compress"]} if split else {"rope_theta": newer}
+        )
         for key, part in parts.items():
             if "rope_theta" in part:
                 _same(data, key, "rope_parameters", data.get(key), part["rope_theta"])
@@ -295,7 +299,9 @@ class GQAConfig(Config):
             hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
             if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
                 if hidden % heads:
-                    raise ConfigError("head_dim", Missing(), f"a whole number, as hidden_size {hidden} / {heads} is not one")
+                    raise ConfigError(
+                        "head_dim", Missing(), f"a whole number, as hidden_size {hidden} / {heads} is not one"
+                    )
                 data["head_dim"] = hidden // heads
         if kind == "qwen2":
             data.setdefault("attention_bias", True)  # q, k and v carry one; o does not
@@ -309,7 +315,9 @@ class GQAConfig(Config):
                 if data.get("use_sliding_window", False):
                     if "max_window_layers" not in data:
                         raise ConfigError("max_window_layers", Missing(), "the first layer with a sliding window")
-                    _check_field("max_window_layers", data["max_window_layers"], {"check": "count", "low": 0, "high": 10_000})
+                    _check_field(
+                        "max_window_layers", data["max_window_layers"], {"check": "count", "low": 0, "high": 10_000}
+                    )
                     first = min(data["max_window_layers"], layers)
             if first < layers <= 10_000:
                 data["layer_types"] = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
@@ -421,7 +429,9 @@ class CompressedConfig(MoEConfig):
 
     def _check(self) -> None:
         super()._check()
-        self._require(self.num_key_value_heads == 1, "num_key_value_heads", "1: one vector is key and value for all heads")
+        self._require(
+            self.num_key_value_heads == 1, "num_key_value_heads", "1: one vector is key and value for all heads"
+        )
         rope, width = self.qk_rope_head_dim, self.head_dim
         self._require(rope <= width and rope % 2 == 0, "qk_rope_head_dim", f"an even number up to head_dim, {width}")
         heads = self.num_attention_heads
@@ -467,7 +477,9 @@ class CompressedConfig(MoEConfig):
             _check_field(f"compress_rates.{kind}", rate, {"check": "count", "low": 1, "high": 2**20})
         for kind in types:
             if kind != "sliding_attention" and kind not in rates:
-                raise ConfigError("layer_types", kind, f"sliding_attention, {', '.join(rates) or 'or a key of compress_rates'}")
+                raise ConfigError(
+                    "layer_types", kind, f"sliding_attention, {', '.join(rates) or 'or a key of compress_rates'}"
+                )
         return [0 if kind == "sliding_attention" else rates[kind] for kind in types]
 
 
@@ -511,7 +523,9 @@ class V4Config(CompressedConfig):
             if hashed < 0 or list(mlp_types) != ["hash_moe"] * hashed + ["moe"] * (len(mlp_types) - hashed):
                 raise ConfigError("mlp_layer_types", mlp_types, "hash_moe for the first layers, then moe")
             if len(mlp_types) != layers:
-                raise ConfigError("mlp_layer_types", f"{len(mlp_types)} entries", f"one for each of the {layers} layers")
+                raise ConfigError(
+                    "mlp_layer_types", f"{len(mlp_types)} entries", f"one for each of the {layers} layers"
+                )
             _same(data, "num_hash_layers", "mlp_layer_types", data.get("num_hash_layers"), hashed)
             data["num_hash_layers"] = hashed
         return super()._respell(data)
@@ -555,7 +569,9 @@ class V41Config(CompressedConfig):
         for layer, ratio in enumerate(ratios):
             source = max((s for s in sources if s <= layer), default=None)
             if ratio and source is None:
-                raise ConfigError("kv_source_layer_ids", sources, f"a source at or before layer {layer}, of ratio {ratio}")
+                raise ConfigError(
+                    "kv_source_layer_ids", sources, f"a source at or before layer {layer}, of ratio {ratio}"
+                )
             if ratio and ratios[source] != ratio:
                 raise ConfigError(
                     "compress_ratios",
@@ -586,7 +602,9 @@ class V41Config(CompressedConfig):
         )
         if tables:
             for name, low in (("engram_max_ngram_size", 2), ("engram_n_heads", 1), ("engram_head_dim", 1)):
-                self._require(getattr(self, name) >= low, name, f"a whole number from {low}, as there are Engram layers")
+                self._require(
+                    getattr(self, name) >= low, name, f"a whole number from {low}, as there are Engram layers"
+                )
 
     @classmethod
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -656,7 +674,7 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     return _dispatch(read_json_object(path), label)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load_preset(name: str) -> Config:
     return _dispatch(read_json_object(data_dir() / "configs" / f"{name}.json"), name)
 

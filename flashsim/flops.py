@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from flashsim.config import CompressedConfig, Config, DSAConfig, GQAConfig, MLAConfig, MoEConfig, V4Config, V41Config
+from flashsim.config import CompressedConfig, Config, GQAConfig, MLAConfig, MoEConfig, V4Config, V41Config
 from flashsim.formula import Formula, Number
 from flashsim.report import Part, Report, build, field_names
 from flashsim.schedule import LayerPlan, last_kv_source, layer_plan
@@ -87,14 +87,18 @@ def _weights(changes: Mapping[str, Number] | None) -> dict[str, Fraction]:
     for precision, weight in (changes or {}).items():
         if precision not in WEIGHTS:
             raise ValueError(f"weight of {precision!r}; accepted: {', '.join(WEIGHTS)}")
-        good = isinstance(weight, int | float | Fraction) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+        good = (
+            isinstance(weight, int | float | Fraction) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+        )
         if not good:
             raise ValueError(f"weight of {precision} is {weight!r}; accepted: a number from 0")
         weights[precision] = Fraction(weight)
     return weights
 
 
-def decode_flops(config: Config, context: Any = 1_000_000, *, precision: Mapping[str, str] | None = None) -> FlopsReport:
+def decode_flops(
+    config: Config, context: Any = 1_000_000, *, precision: Mapping[str, str] | None = None
+) -> FlopsReport:
     """FLOPs of one decode step with N tokens visible, the query's own included.
 
     MLA runs in its absorbed form: keys of kv_lora_rank + qk_rope_head_dim and values of kv_lora_rank channels, shared by
@@ -177,7 +181,9 @@ def prefill_flops(
         raise ValueError(f"tail is {tail!r}; accepted: a whole number of rows from 1")
 
     def parts(plan: LayerPlan) -> list[Part]:
-        fields = field_names(config) | names | {"compress_ratio": plan.compress_ratio, "sliding_window": plan.window or 0}
+        fields = (
+            field_names(config) | names | {"compress_ratio": plan.compress_ratio, "sliding_window": plan.window or 0}
+        )
         decoder = boundary is not None and plan.layer >= boundary
         result = []
         for part in _prompt_layer(config, plan):
@@ -274,7 +280,9 @@ def _prompt_layer(config: Config, plan: LayerPlan) -> list[Part]:
 
 
 def _head(config: Config) -> Part:
-    return Part("lm_head", "2 * hidden_size * vocab_size", "bf16", source="one matrix product, BF16 in every generation")
+    return Part(
+        "lm_head", "2 * hidden_size * vocab_size", "bf16", source="one matrix product, BF16 in every generation"
+    )
 
 
 def _top(config: Config) -> list[Part]:
@@ -301,7 +309,9 @@ def _linear_precision(config: Config) -> str:
 
 def _mla(config: MLAConfig, plan: LayerPlan) -> list[Part]:
     linear = _linear_precision(config)
-    query = "2 * (hidden_size * q_lora_rank + q_lora_rank * num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim))"
+    query = (
+        "2 * (hidden_size * q_lora_rank + q_lora_rank * num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim))"
+    )
     if config.q_lora_rank is None:
         query = "2 * hidden_size * num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
     keys = "min(N, index_topk)" if plan.attention == "dsa" else "N"
@@ -350,7 +360,12 @@ def _compressed(config: CompressedConfig, plan: LayerPlan) -> list[Part]:
         ),
         Part("kv_projection", "2 * hidden_size * head_dim", "fp8", source=f"{source}; the window entry"),
         Part("attention_window", f"{heads} * min(N, sliding_window)", "bf16", source=source),
-        Part("o_projection_group", "2 * num_attention_heads * head_dim * o_lora_rank", "fp8", source=f"{source}; per group"),
+        Part(
+            "o_projection_group",
+            "2 * num_attention_heads * head_dim * o_lora_rank",
+            "fp8",
+            source=f"{source}; per group",
+        ),
         Part("o_projection_output", "2 * o_groups * o_lora_rank * hidden_size", "fp8", source=source),
     ]
     entries = "N" if plan.compress_ratio == 1 else "N // compress_ratio"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 Number = int | Fraction
@@ -104,7 +104,7 @@ class Formula:
         self.tree = ast.parse(self.text, mode="eval").body
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def of(text: str) -> Formula:
         return Formula(text)
 

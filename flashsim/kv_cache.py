@@ -182,7 +182,9 @@ def _parts(config: Config, plan: LayerPlan, layout: Layout, names: Mapping[str, 
     kind, heads = type(config), names.get("num_key_value_heads")
     parts = []
 
-    def stored(component: str, tier: str, record: Record, formula: str, tokens: int, source: str, about: str = "") -> None:
+    def stored(
+        component: str, tier: str, record: Record, formula: str, tokens: int, source: str, about: str = ""
+    ) -> None:
         part = Part(component, f"bytes_per_record * {formula}", record.precision, tier, source, record.nbytes, tokens)
         parts.append(part._replace(record=about + record.describe(), names=names))
 
@@ -198,7 +200,15 @@ def _parts(config: Config, plan: LayerPlan, layout: Layout, names: Mapping[str, 
         stored("window_kv", "window", window_record(config, layout, heads), "min(N, sliding_window)", 1, source, about)
     if isinstance(config, CompressedConfig) and plan.owns_kv:
         for component, records, width in _state(config, plan):
-            stored(component, "state", Record(((width, FP32), (width, FP32))), records, 1, _STATE_SOURCES[kind], "value, gate: ")
+            stored(
+                component,
+                "state",
+                Record(((width, FP32), (width, FP32))),
+                records,
+                1,
+                _STATE_SOURCES[kind],
+                "value, gate: ",
+            )
     return parts
 
 

@@ -234,7 +234,9 @@ class Report:
         cell = "<td style='text-align:{}'>{}</td>".format
         head = ["component", "tier or precision", "layers", "formula", *(f"N = {c:,}" for c in self.contexts)]
         lines = ["<table>", f"<caption>{html.escape(self.title)}</caption>"]
-        lines.append("<thead><tr>" + "".join(f"<th scope='col'>{html.escape(h)}</th>" for h in head) + "</tr></thead><tbody>")
+        lines.append(
+            "<thead><tr>" + "".join(f"<th scope='col'>{html.escape(h)}</th>" for h in head) + "</tr></thead><tbody>"
+        )
         for rows in self.groups():
             row, times = rows[0], len(rows)
             words = [row.component, row.tier or row.precision or "", _layers([r.layer for r in rows]), row.formula]
@@ -243,7 +245,9 @@ class Report:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         totals = self._sums(lambda row: None).get(None, [0] * len(self.contexts))
         total = "".join(cell("right", f"<b>{number(value)}</b>") for value in totals)
-        lines.append(f"<tr><th scope='row' colspan='4'>total, {html.escape(self.unit)}</th>{total}</tr></tbody></table>")
+        lines.append(
+            f"<tr><th scope='row' colspan='4'>total, {html.escape(self.unit)}</th>{total}</tr></tbody></table>"
+        )
         return "".join(lines)
 
 
@@ -257,7 +261,11 @@ def _layers(layers: Sequence[int | None]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    if len(runs) > 3 and len({b[0] - a[0] for a, b in zip(runs, runs[1:], strict=False)}) == 1 and all(a == b for a, b in runs):
+    if (
+        len(runs) > 3
+        and len({b[0] - a[0] for a, b in zip(runs, runs[1:], strict=False)}) == 1
+        and all(a == b for a, b in runs)
+    ):
         return f"layers {runs[0][0]}, {runs[1][0]}, ..., {runs[-1][0]} ({len(layers)})"
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
     return f"layer{'s' * (len(layers) > 1)} {shown}" + (f" ({len(layers)})" if len(layers) > 1 else "")

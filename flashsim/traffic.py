@@ -108,4 +108,3 @@ def engram_read_bytes(config: V41Config) -> int:
     """
     rows = (config.engram_max_ngram_size - 1) * config.engram_n_heads
     return len(config.engram_layer_ids) * rows * MXFP8.nbytes(config.engram_head_dim)
-
