@@ -10,8 +10,9 @@
 Standard library only. `flashsim.figures` needs matplotlib and `Report.to_pandas` pandas; both are imported when used.
 """
 
+from flashsim.claims import Claim, check_claims
 from flashsim.config import PRESETS, Config, load_config
-from flashsim.flops import WEIGHTS, decode_flops, prefill_flops, prefill_flops_per_token
+from flashsim.flops import WEIGHTS, crossing, decode_flops, prefill_flops, prefill_flops_per_token
 from flashsim.formats import BlockFormat, Layout, LayoutError, Record
 from flashsim.kv_cache import ParallelError, kv_bytes_per_token, kv_cache, kv_reserved
 from flashsim.ladder import ladder
@@ -27,6 +28,7 @@ __all__ = [
     "PRESETS",
     "WEIGHTS",
     "BlockFormat",
+    "Claim",
     "Config",
     "ConfigError",
     "ContextError",
@@ -36,6 +38,8 @@ __all__ = [
     "ParallelError",
     "Record",
     "Report",
+    "check_claims",
+    "crossing",
     "decode_flops",
     "decode_read",
     "decode_write",

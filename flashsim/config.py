@@ -221,7 +221,9 @@ def _same(data: Mapping[str, Any], old: str, new: str, a: Any, b: Any) -> None:
 
 
 def _rope(data: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`, flat or split into main and compress, turned into rope_theta, compress_rope_theta, rope_scaling."""
+    """`rope_parameters`, flat or split into main and compress, turned into rope_theta, compress_rope_theta,
+    rope_scaling.
+    """
     newer = data.pop("rope_parameters", None)
     if newer is not None:
         if not isinstance(newer, Mapping):
@@ -262,7 +264,7 @@ def _thawed(value: Any) -> Any:
     return [_thawed(v) for v in value] if isinstance(value, tuple) else value
 
 
-# --- grouped-query attention: DeepSeek-LLM (V1), llama, mistral, qwen ------------------------------------------------------
+# --- grouped-query attention: DeepSeek-LLM (V1), llama, mistral, qwen -------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +333,7 @@ class GQAConfig(Config):
         return self.sliding_window if sliding else None
 
 
-# --- experts, shared by V2 to V4.1 ----------------------------------------------------------------------------------------
+# --- experts, shared by V2 to V4.1 ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +355,7 @@ class MoEConfig(Config):
         self._require(self.num_experts_per_tok <= limit, "num_experts_per_tok", f"at most n_routed_experts, {limit}")
 
 
-# --- multi-head latent attention: V2, V3; with an indexer: V3.2 -----------------------------------------------------------
+# --- multi-head latent attention: V2, V3; with an indexer: V3.2 -------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +403,7 @@ class DSAConfig(MLAConfig):
     index_topk: int = count()
 
 
-# --- compressed attention: V4 and V4.1 ------------------------------------------------------------------------------------
+# --- compressed attention: V4 and V4.1 --------------------------------------------------------------------------------
 
 _V4_LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
@@ -616,7 +618,7 @@ FAMILIES: tuple[type[Config], ...] = (GQAConfig, MLAConfig, DSAConfig, V4Config,
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
-# --- loading --------------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def model_types() -> tuple[str, ...]:

@@ -2,10 +2,10 @@
 
 Conventions. One multiply-accumulate is 2 FLOPs; only matrix products are counted: not softmax, norms, RoPE, top-k,
 pooling, Sinkhorn steps, residual sums, embedding lookup, sampling, draft modules. N is the number of tokens visible to
-the query, its own included; divisions are floors. *Weighted* FLOPs multiply each by the weight of the precision that the
-multiplication runs in, BF16 1, FP8 1/2, FP4 1/4, FP32 and TF32 as BF16 (V4.1 report, Figure 2). That is the precision of
-the product, not of the storage: FP4 expert weights meet FP8 activations on the FP8 path, and cached FP8 or FP4 entries are
-expanded to BF16 before the attention product.
+the query, its own included; divisions are floors. *Weighted* FLOPs multiply each by the weight of the precision that
+the multiplication runs in, BF16 1, FP8 1/2, FP4 1/4, FP32 and TF32 as BF16 (V4.1 report, Figure 2). That is the
+precision of the product, not of the storage: FP4 expert weights meet FP8 activations on the FP8 path, and cached FP8
+or FP4 entries are expanded to BF16 before the attention product.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def decode_flops(
 ) -> FlopsReport:
     """FLOPs of one decode step with N tokens visible, the query's own included.
 
-    MLA runs in its absorbed form: keys of kv_lora_rank + qk_rope_head_dim and values of kv_lora_rank channels, shared by
-    all heads. Compressors work on every token; the indexer key of a V4.1 entry is projected once per `compress_ratio`.
+    MLA runs in its absorbed form: keys of kv_lora_rank + qk_rope_head_dim and values of kv_lora_rank channels, shared
+    by all heads. Compressors work on every token; the indexer key of a V4.1 entry is projected once per
+    `compress_ratio`.
 
     Args:
         config: any family of `flashsim.config`.
@@ -137,7 +138,8 @@ def prefill_flops_per_token(
 ) -> FlopsReport:
     """FLOPs of one prompt token at position N that is not in the tail of the prompt.
 
-    With a causal encoder-decoder: the layers below the last KV source, and that source's compressor and indexer key. Other
+    With a causal encoder-decoder: the layers below the last KV source, and that source's compressor and indexer key.
+    Other
     models: every layer. No LM head. MLA runs in its naive form, with keys and values expanded once per token; V3.2's
     sparse attention in the absorbed form, as at decode.
 
@@ -217,7 +219,7 @@ def prefill_flops(
     )
 
 
-# --- the formulas ---------------------------------------------------------------------------------------------------------
+# --- the formulas -----------------------------------------------------------------------------------------------------
 
 _SOURCE_COMPONENTS = ("compressor", "indexer_key")
 _INDEX_KEYS = "2 * head_dim * index_head_dim * (N // compress_ratio)"
@@ -394,7 +396,9 @@ def _compressed(config: CompressedConfig, plan: LayerPlan) -> list[Part]:
 
 
 def _compressor(config: CompressedConfig, plan: LayerPlan, source: str) -> list[Part]:
-    """Projections of a layer that owns a cache: value and gate, twice as wide where groups overlap, no gate at ratio 1."""
+    """Projections of a layer that owns a cache: value and gate, twice as wide where groups overlap, no gate at ratio
+    1.
+    """
     if isinstance(config, V4Config):
         if plan.attention == "csa":
             about = f"{source}; value and gate, twice as wide as groups overlap"
@@ -420,3 +424,25 @@ def _streams(config: CompressedConfig, plan: LayerPlan) -> list[Part]:
 def _kinds_of_layer(config: Config) -> list[LayerPlan]:
     """One plan for each kind of layer."""
     return list({plan.kind(): plan for plan in layer_plan(config)}.values())
+
+
+def crossing(config: Config, other: Config, low: int = 4096, high: int = 2**20) -> int | None:
+    """The first context in low..high from which `config` needs no more weighted decode FLOPs than `other`, or None.
+
+    The difference of the two is taken to change its sign at most once between the two ends.
+
+    >>> from flashsim.config import load_config
+    >>> crossing(load_config("v4.1-flash"), load_config("v4-flash"))
+    107648
+    """
+
+    def behind(context: int) -> bool:
+        ours, theirs = (decode_flops(each, context).weighted_total() for each in (config, other))
+        return ours > theirs
+
+    if not behind(low) or behind(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if behind(middle) else (low, middle)
+    return high

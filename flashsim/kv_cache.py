@@ -1,8 +1,8 @@
 """KV-cache bytes *stored* after N tokens, per layer and component, and *reserved* once pages and rings are counted.
 
 Tiers. `global` grows with the context: main KV entries and indexer keys, complete groups only; Figure 1(b) of the V4.1
-report counts exactly this. `window` is the sliding window, constant once it is full. `state` is what compressors keep of
-groups that are not complete. What a decode step *reads* is another quantity: `flashsim.traffic`.
+report counts exactly this. `window` is the sliding window, constant once it is full. `state` is what compressors keep
+of groups that are not complete. What a decode step *reads* is another quantity: `flashsim.traffic`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def kv_bytes_per_token(config: Config, *, layout: Layout | str | Mapping | None 
     return kv_cache(config, 1, layout=layout).per_token_bytes()
 
 
-# --- records --------------------------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def main_record(config: Config, layout: Layout | str | None = None, kv_heads: int | None = None) -> Record:
@@ -215,8 +215,8 @@ def _parts(config: Config, plan: LayerPlan, layout: Layout, names: Mapping[str, 
 def _state(config: CompressedConfig, plan: LayerPlan) -> list[tuple[str, str, int]]:
     """(component, records, width) of the compressor inputs that have to survive until their group is complete.
 
-    CSA (overlapping groups) keeps both halves of an open group's tokens, and the first half of the complete group before
-    it, which the next entry still needs. Ratio 1 has no gate and nothing pending.
+    CSA (overlapping groups) keeps both halves of an open group's tokens, and the first half of the complete group
+    before it, which the next entry still needs. Ratio 1 has no gate and nothing pending.
     """
     pending, overlap = "(N % compress_ratio)", "compress_ratio * min(N // compress_ratio, 1)"
     if plan.attention == "csa":
@@ -245,7 +245,7 @@ def _rank_names(config: Config, ranks: int) -> dict[str, int]:
     return {"num_key_value_heads": max(kv_heads // ranks, 1)}
 
 
-# --- reserved -------------------------------------------------------------------------------------------------------------
+# --- reserved ---------------------------------------------------------------------------------------------------------
 
 PAGE_RECORDS = 64
 """Records a page of a serving cache holds (FlashMLA)."""

@@ -1,8 +1,9 @@
 """The ladder from 389,120 bytes a token to 890: one rung for each change, each rung an executable config.
 
-Every rung names a config and a record layout; its bytes are `kv_bytes_per_token` of the two, and what a change bought is the
-difference to the rung before. Rungs between two released models are configs that were never released: they show one change
-at a time. How much a change buys depends on the order in which changes are taken; the released rungs do not.
+Every rung names a config and a record layout; its bytes are `kv_bytes_per_token` of the two, and what a change bought
+is the difference to the rung before. Rungs between two released models are configs that were never released: they
+show one change at a time. How much a change buys depends on the order in which changes are taken; the released rungs
+do not.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from flashsim.kv_cache import kv_bytes_per_token
 class Rung(NamedTuple):
     """One step of the ladder.
 
-    `change` says what is done to the config before it, `mechanism` the room of the course that teaches it. `released` is
-    the preset that the rung is, or None. `per_token_bytes` is exact, `change_bytes` its difference to the rung before.
+    `change` says what is done to the config before it, `mechanism` the room of the course that teaches it. `released`
+    is the preset that the rung is, or None. `per_token_bytes` is exact, `change_bytes` its difference to the rung
+    before.
     """
 
     change: str

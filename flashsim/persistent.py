@@ -96,7 +96,9 @@ def window_snapshot_bytes(
 
 
 def pool_sequences(config: V41Config, host_bytes: int, *, share: Fraction = Fraction(1, 10)) -> int:
-    """Sequences whose encoder windows fit into the pool: `share` (10 %) of a machine's host memory (V4.1 report 3.2.1)."""
+    """Sequences whose encoder windows fit into the pool: `share` (10 %) of a machine's host memory (V4.1 report
+    3.2.1).
+    """
     return int(host_bytes * share // window_snapshot_bytes(config, half="encoder"))
 
 
@@ -131,7 +133,8 @@ def window_bytes_per_token(config: CompressedConfig, *, layout: Layout | str | M
 def replay_tokens(config: CompressedConfig) -> dict[str, int]:
     """Tokens to run again after a hit that has global KV and no window (V4.1 report 3.2.1-3.2.2).
 
-    `exact`: num_hidden_layers * sliding_window. `bounded`: one window, V4.1's approximation. `none`: the windows are kept.
+    `exact`: num_hidden_layers * sliding_window. `bounded`: one window, V4.1's approximation. `none`: the windows are
+    kept.
 
     >>> from flashsim.config import load_config
     >>> replay_tokens(load_config("v4.1-flash"))

@@ -13,7 +13,9 @@ MAX_FILE_BYTES = 4 * 2**20
 
 
 class ConfigError(ValueError):
-    """A field of a config is missing, malformed, or contradicts another: names the field, its value, what is accepted."""
+    """A field of a config is missing, malformed, or contradicts another: names the field, its value, what is
+    accepted.
+    """
 
     def __init__(self, field: str, value: Any, accepted: str):
         shown = value if isinstance(value, Missing) else _shorten(value)
@@ -40,7 +42,8 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
     """The JSON object in a file, refusing what `json` lets through: duplicate keys, NaN, infinity, other types.
 
     Raises:
-        ConfigError: no such file, not a regular file, empty, over `MAX_FILE_BYTES`, not UTF-8, not JSON, or not an object.
+        ConfigError: no such file, not a regular file, empty, over `MAX_FILE_BYTES`, not UTF-8, not JSON, or not an
+        object.
     """
     path, accepted = Path(path), "a config.json: one JSON object in a file of at most 4 MiB"
     try:

@@ -21,7 +21,8 @@ class LayerPlan(NamedTuple):
     role: `dense`, `window`, `full`, `reindex` or `reuse`.
     compress_ratio: tokens per entry of the cache that the layer reads; 0 where it has a window alone.
     window: tokens of its sliding window, its own position included, or None.
-    kv_source, index_key_source: the layer whose main KV it reads, whose indexer keys it scores; itself where it owns them.
+    kv_source, index_key_source: the layer whose main KV it reads, whose indexer keys it scores; itself where it owns
+    them.
     selection_source: the layer whose selected entries it attends to; itself where it selects.
     builds_candidates, scores_candidates: whether it builds the candidate pool, whether it scores that pool alone.
     half: `encoder` or `decoder` of the causal encoder-decoder; None where there is none.
