@@ -209,7 +209,8 @@ def _ladder(options: argparse.Namespace) -> Result:
     ]
     ratio = Fraction(rungs[0].per_token_bytes) / Fraction(rungs[-1].per_token_bytes)
     text = _table(rows, signed=("change_bytes",))
-    text += f"\n{number(rungs[0].per_token_bytes)} / {number(rungs[-1].per_token_bytes)} = {float(ratio):.1f} times smaller."
+    first, last = number(rungs[0].per_token_bytes), number(rungs[-1].per_token_bytes)
+    text += f"\n{first} / {last} = {float(ratio):.1f} times smaller."
     text += "\nSteps without a released model are configs made to show one change at a time; their order is a choice."
     return Result(text, {"ladder": rows, "ratio": plain(ratio)}, rows)
 
@@ -259,13 +260,14 @@ def _verify(options: argparse.Namespace) -> Result:
 def _write_claims(out: str, claims: Sequence[Any], rows: Sequence[Mapping[str, Any]], summary: str) -> list[str]:
     from flashsim.paths import write_files
 
-    head = "| claim | published | computed | residual | verdict | how | source |\n| --- | ---: | ---: | ---: | --- | --- | --- |"
+    head = "| claim | published | computed | residual | verdict | how | source |"
+    rule = "| --- | ---: | ---: | ---: | --- | --- | --- |"
     lines = [
         f"| {c.id} | {_shown(c.published)} {c.unit} | {_shown(c.computed)} | {_residual(c.residual, c.published)} "
         f"| {c.verdict} | {c.how} | {c.source} |"
         for c in claims
     ]
-    markdown = "\n".join(["# Published numbers, recomputed", "", summary, "", head, *lines, ""])
+    markdown = "\n".join(["# Published numbers, recomputed", "", summary, "", head, rule, *lines, ""])
     return [str(path) for path in write_files(out, {"claims.md": markdown, "claims.csv": _csv(rows) + "\n"})]
 
 
@@ -287,7 +289,7 @@ def _parser() -> Parser:
         return each
 
     def context(each: argparse.ArgumentParser) -> None:
-        text = f"tokens, such as 4096, 4Ki, 128Ki, 1M (10^6) or 1Mi (2^20); several give several columns (default {DEFAULT_CONTEXT})"
+        text = f"tokens, such as 4096, 4Ki, 128Ki, 1M (10^6) or 1Mi (2^20), one or several (default {DEFAULT_CONTEXT})"
         each.add_argument("--context", "-N", nargs="+", action="extend", metavar="N", help=text)
 
     command("models", _models, "the released models that are shipped")

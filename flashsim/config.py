@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
@@ -92,9 +93,8 @@ def _check_field(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     elif kind == "flag":
         if not isinstance(value, bool):
             raise ConfigError(name, value, "true or false")
-    elif kind == "text":
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(name, value, "a string")
+    elif kind == "text" and value is not None and not isinstance(value, str):
+        raise ConfigError(name, value, "a string")
 
 
 # --- what all families share ------------------------------------------------------------------------------------------
@@ -563,7 +563,7 @@ class V41Config(CompressedConfig):
         super()._check()
         for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             given = getattr(self, name)
-            good = all(a < b for a, b in zip(given, given[1:], strict=False)) and all(
+            good = all(a < b for a, b in itertools.pairwise(given)) and all(
                 layer < self.num_hidden_layers for layer in given
             )
             self._require(good, name, f"rising layer numbers below num_hidden_layers, {self.num_hidden_layers}")

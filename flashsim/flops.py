@@ -211,7 +211,7 @@ def prefill_flops(
         config,
         context,
         parts,
-        title=f"{config.name}: FLOPs of prefilling a prompt of N tokens; each formula summed over the rows named beside it",
+        title=f"{config.name}: FLOPs of prefilling N tokens; each formula is summed over the rows named beside it",
         unit="FLOPs",
         whole_model=[*top, *whole],
         report=FlopsReport,

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -261,11 +262,7 @@ def _layers(layers: Sequence[int | None]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    if (
-        len(runs) > 3
-        and len({b[0] - a[0] for a, b in zip(runs, runs[1:], strict=False)}) == 1
-        and all(a == b for a, b in runs)
-    ):
+    if len(runs) > 3 and len({b[0] - a[0] for a, b in itertools.pairwise(runs)}) == 1 and all(a == b for a, b in runs):
         return f"layers {runs[0][0]}, {runs[1][0]}, ..., {runs[-1][0]} ({len(layers)})"
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
     return f"layer{'s' * (len(layers) > 1)} {shown}" + (f" ({len(layers)})" if len(layers) > 1 else "")
