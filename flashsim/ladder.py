@@ -38,7 +38,7 @@ def ladder() -> tuple[Rung, ...]:
     """The rungs in order, from DeepSeek-LLM 67B to V4.1-Flash.
 
     >>> rungs = ladder()
-    >>> rungs[0].per_token_bytes, rungs[-1].per_token_bytes, sum(rung.change_bytes for rung in rungs[1:])
+    >>> rungs[0].per_token_bytes, rungs[-1].per_token_bytes, int(sum(rung.change_bytes for rung in rungs[1:]))
     (389120, 890, -388230)
     """
     rungs: list[Rung] = []

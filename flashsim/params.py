@@ -52,9 +52,10 @@ class ParamsReport(Report):
         for row in self.rows:
             if row.tier == "norm" or (row.tier == "head" and not (head and row.component == "lm_head")):
                 continue
-            if boundary is not None and row.layer is not None and row.layer >= boundary:
-                if row.layer > boundary or row.component not in ("compressor", "indexer_key"):
-                    continue
+            decoder = boundary is not None and row.layer is not None and row.layer >= boundary
+            source = row.layer == boundary and row.component in ("compressor", "indexer_key")
+            if decoder and not source:
+                continue
             total += active_share(self.config, row.component, row.values[0])
         if (head and self.config.tie_word_embeddings) or embedding:
             total += self.by("component")["embedding"]
