@@ -35,7 +35,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-columns=min,median,max,rounds
+	$(BIN)/python -m pytest tests/flashsim/bench_speed.py --benchmark-only --benchmark-columns=min,median,max,rounds
 
 clean:
 	rm -rf $(VENV) $(OUT) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
