@@ -1,0 +1,258 @@
+"""What a figure is, how it looks, and how it gets into a folder: the parts that all of `flashsim.figures` share.
+
+matplotlib is imported when something is drawn, and nothing of pyplot or of a reader's matplotlibrc is touched.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from flashsim.units import number, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+
+class FigureError(ValueError):
+    """A figure cannot be drawn or written: names the field, its value and what is accepted."""
+
+    def __init__(self, field: str, value: Any, accepted: str):
+        super().__init__(f"{field} is {value}; accepted: {accepted}")
+        self.field, self.value, self.accepted = field, value, accepted
+
+
+class Drawing(NamedTuple):
+    """One figure, the words that replace it, and the numbers it shows; units stand in the names of the columns."""
+
+    name: str
+    title: str
+    figure: Figure
+    alt: str
+    rows: list[dict[str, Any]]
+
+    def svg(self) -> str:
+        """The figure as SVG with <title> and <desc>; the same bytes in every run."""
+        buffer = io.StringIO()
+        with style(self.name):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        head, tag, rest = buffer.getvalue().partition("<svg ")
+        attributes, _, body = rest.partition(">")
+        label = f'role="img" aria-labelledby="{self.name}-title {self.name}-desc"'
+        title = f'<title id="{self.name}-title">{escape(self.title)}</title>'
+        words = f'<desc id="{self.name}-desc">{escape(self.alt)}</desc>'
+        return f"{head}{tag}{label} {attributes}>\n {title}\n {words}{body}"
+
+    def png(self) -> bytes:
+        """The figure as PNG, 150 dots an inch."""
+        buffer = io.BytesIO()
+        with style(self.name):
+            self.figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+        return buffer.getvalue()
+
+    def csv(self) -> str:
+        """The numbers drawn, one line per row; a cell is empty where a row has no such number."""
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: plain(value) for key, value in row.items()} for row in self.rows)
+        return buffer.getvalue()
+
+    def files(self) -> dict[str, bytes]:
+        """File name to contents."""
+        contents = {"svg": self.svg().encode(), "png": self.png(), "csv": self.csv().encode()}
+        return {f"{self.name}.{kind}": data for kind, data in (contents | {"txt": f"{self.alt}\n".encode()}).items()}
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+# --- one style ------------------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """How a model is drawn everywhere; `label` is also its generation in `data/published_figures.json`."""
+
+    label: str
+    colour: str
+    marker: str
+
+
+LOOKS = {
+    "deepseek-llm-67b": Look("V1", "#444444", "o"),
+    "v2": Look("V2", "#CC79A7", "v"),
+    "v3": Look("V3", "#E69F00", "^"),
+    "v3.2": Look("V3.2", "#009E73", "s"),
+    "v4-flash": Look("V4-Flash", "#0072B2", "D"),
+    "v4-pro": Look("V4-Pro", "#56B4E9", "P"),
+    "v4.1-flash": Look("V4.1-Flash", "#D55E00", "*"),
+}
+"""The presets in the palette of Okabe and Ito, which stays apart for every kind of colour vision."""
+
+LESS, MORE, PALE, RULE, MUTED, INK = "#0072B2", "#D55E00", "#DDDDDD", "#E4E4E4", "#555555", "#222222"
+
+_RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.labelsize": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "grid.color": RULE,
+    "legend.frameon": False,
+    "legend.handlelength": 3.5,
+    "lines.markersize": 7,
+    "text.color": INK,
+    "svg.fonttype": "path",
+}
+
+
+@contextmanager
+def style(salt: str = "flashsim") -> Iterator[None]:
+    """matplotlib with this style and nothing of the reader's own; `salt` fixes the ids inside an SVG.
+
+    Raises:
+        FigureError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise FigureError("matplotlib", "not installed", "pip install 'flashsim-kv[figures]'") from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC | {"svg.hashsalt": salt})
+        yield
+
+
+def styled(build: Callable[..., Drawing]) -> Callable[..., Drawing]:
+    """A function that draws, run with `style`."""
+
+    @wraps(build)
+    def drawn(*args: Any, **options: Any) -> Drawing:
+        with style():
+            return build(*args, **options)
+
+    return drawn
+
+
+def new_figure(width: float, height: float, title: str, note: str = "", **grid: Any) -> tuple[Figure, Any]:
+    """A figure (inches) with its axes, a title above and a line below that says how to read it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.05, hspace=0.03)
+    figure.suptitle(title, x=0.1 / width, ha="left", fontsize=12, fontweight="bold")
+    if note:
+        figure.supxlabel(note, x=0.1 / width, ha="left", fontsize=9, color=MUTED)
+    return figure, figure.subplots(**grid)
+
+
+def log_axis(axis: Axis, ticks: Sequence[int | float], text: Callable[[Any], str] = number) -> None:
+    """Makes an axis logarithmic, with these ticks and no others, written as plain numbers."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(lambda value, place=None: text(value if place is None else ticks[place]))
+    axis.set_minor_locator(NullLocator())
+    axis.axes.grid(True, axis=axis.axis_name)
+
+
+def beside(ax: Axes, x: float, y: float, text: str, **looks: Any) -> None:
+    """Text at height y of the data, x widths of the axes from their left edge."""
+    ax.text(x, y, text, transform=ax.get_yaxis_transform(), va="center", **looks)
+
+
+def near(ax: Axes, x: float, y: float, text: str, offset: tuple[float, float], **looks: Any) -> None:
+    """Text `offset` points away from a point of the data."""
+    label = ax.annotate(text, (x, y), offset, textcoords="offset points", va="center", **looks)
+    label.set_in_layout(False)
+
+
+def spread(values: Sequence[float], factor: float) -> list[float]:
+    """Heights of labels on a logarithmic axis: from the top down, each at least `factor` below the one above.
+
+    >>> spread([10, 100, 99], 2)
+    [10, 100, 50.0]
+    """
+    heights: dict[int, float] = {}
+    above = float("inf")
+    for i in sorted(range(len(values)), key=lambda i: -values[i]):
+        above = heights[i] = min(values[i], above / factor)
+    return [heights[i] for i in range(len(values))]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(drawings: Iterable[Drawing], out: str | os.PathLike[str]) -> list[Path]:
+    """Write the files of each drawing into the folder `out`, making it where needed.
+
+    Everything is drawn into a temporary folder first and moved into place, file by file, at the end: a run that fails
+    leaves `out` as it found it.
+
+    Raises:
+        FigureError: `out` cannot be made or written to.
+    """
+    written: list[Path] = []
+    with _staging(out) as staging:
+        for drawing in drawings:
+            for file, contents in drawing.files().items():
+                with _disk(out):
+                    (staging / file).write_bytes(contents)
+                written.append(staging.parent / file)
+        for path in written:
+            if path.is_dir():
+                raise FigureError("out", f"{staging.parent}, with a directory {path.name} in it", "a folder without")
+        with _disk(out):
+            for path in written:
+                os.replace(staging / path.name, path)
+    return written
+
+
+@contextmanager
+def _staging(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary folder inside `out`; after an error, whatever was made on the way to it is removed again."""
+    made: list[Path] = []
+    staging = None
+    try:
+        with _disk(out):
+            if not os.fspath(out):
+                raise ValueError("empty")
+            folder = Path(out)
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=".figures-", dir=folder))
+        yield staging
+        made = []
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        for path in made:
+            with suppress(OSError, ValueError):
+                path.rmdir()
+
+
+@contextmanager
+def _disk(out: Any) -> Iterator[None]:
+    """One sentence about `out` for whatever the file system says."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        shown, reason = str(out) or "''", getattr(error, "strerror", None) or error
+        shown = shown if shown.isprintable() and len(shown) < 200 else f"{shown[:60]!r}"
+        raise FigureError("out", f"{shown} ({reason})", "a folder that can be made or written to") from None
