@@ -65,10 +65,11 @@ def test_stored_bytes_equal_a_count_layer_by_layer(case):
     report = kv_cache(case.config, CONTEXTS)
     rows = {(row.layer, row.component): row for row in report.rows}
     assert len(rows) == len(report.rows)
+    total = report.total()
     for i, n in enumerate(CONTEXTS):
         expected = stored(case, n)
         assert {key: (row.tier, row.values[i]) for key, row in rows.items()} == expected, f"N = {n}"
-        assert report.total()[i] == sum(nbytes for _, nbytes in expected.values())
+        assert total[i] == sum(nbytes for _, nbytes in expected.values())
 
 
 def test_records_times_record_size_is_the_number_of_bytes(case):
