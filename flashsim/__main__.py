@@ -268,7 +268,10 @@ def _write_claims(out: str, claims: Sequence[Any], rows: Sequence[Mapping[str, A
         for c in claims
     ]
     markdown = "\n".join(["# Published numbers, recomputed", "", summary, "", head, rule, *lines, ""])
-    return [str(path) for path in write_files(out, {"claims.md": markdown, "claims.csv": _csv(rows) + "\n"})]
+    return [
+        str(path)
+        for path in write_files(out, {"claims.md": markdown.encode(), "claims.csv": f"{_csv(rows)}\n".encode()})
+    ]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

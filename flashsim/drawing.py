@@ -1,4 +1,4 @@
-"""What a figure is, how it looks, and how it gets into a folder: the parts that all of `flashsim.figures` share.
+"""What a figure is and how it looks: the parts that all of `flashsim.figures` share.
 
 matplotlib is imported when something is drawn, and nothing of pyplot or of a reader's matplotlibrc is touched.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FigureError(ValueError):
-    """A figure cannot be drawn or written: names the field, its value and what is accepted."""
+    """A figure cannot be drawn: names the field, its value and what is accepted."""
 
     def __init__(self, field: str, value: Any, accepted: str):
         super().__init__(f"{field} is {value}; accepted: {accepted}")
@@ -197,62 +193,3 @@ def spread(values: Sequence[float], factor: float) -> list[float]:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def write(drawings: Iterable[Drawing], out: str | os.PathLike[str]) -> list[Path]:
-    """Write the files of each drawing into the folder `out`, making it where needed.
-
-    Everything is drawn into a temporary folder first and moved into place, file by file, at the end: a run that fails
-    leaves `out` as it found it.
-
-    Raises:
-        FigureError: `out` cannot be made or written to.
-    """
-    written: list[Path] = []
-    with _staging(out) as staging:
-        for drawing in drawings:
-            for file, contents in drawing.files().items():
-                with _disk(out):
-                    (staging / file).write_bytes(contents)
-                written.append(staging.parent / file)
-        for path in written:
-            if path.is_dir():
-                raise FigureError("out", f"{staging.parent}, with a directory {path.name} in it", "a folder without")
-        with _disk(out):
-            for path in written:
-                os.replace(staging / path.name, path)
-    return written
-
-
-@contextmanager
-def _staging(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary folder inside `out`; after an error, whatever was made on the way to it is removed again."""
-    made: list[Path] = []
-    staging = None
-    try:
-        with _disk(out):
-            if not os.fspath(out):
-                raise ValueError("empty")
-            folder = Path(out)
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=".figures-", dir=folder))
-        yield staging
-        made = []
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-        for path in made:
-            with suppress(OSError, ValueError):
-                path.rmdir()
-
-
-@contextmanager
-def _disk(out: Any) -> Iterator[None]:
-    """One sentence about `out` for whatever the file system says."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError) as error:
-        shown, reason = str(out) or "''", getattr(error, "strerror", None) or error
-        shown = shown if shown.isprintable() and len(shown) < 200 else f"{shown[:60]!r}"
-        raise FigureError("out", f"{shown} ({reason})", "a folder that can be made or written to") from None

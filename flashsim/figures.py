@@ -34,11 +34,11 @@ from flashsim.drawing import (
     spread,
     style,
     styled,
-    write,
 )
 from flashsim.flops import crossing, decode_flops
 from flashsim.kv_cache import kv_bytes_per_token
 from flashsim.ladder import ladder as ladder_rungs
+from flashsim.paths import write_files
 from flashsim.persistent import persistent_cache, turn_tokens_for_window_share
 from flashsim.units import number, tokens
 
@@ -58,7 +58,8 @@ def draw(names: str | Iterable[str] | None = None, out: str | os.PathLike[str] =
         The paths written, four for each figure. A run that fails writes none.
 
     Raises:
-        FigureError: an unknown name, a folder that cannot be made or written to, or matplotlib is not installed.
+        FigureError: an unknown name, or matplotlib is not installed.
+        OutputError: a folder that cannot be made or written to.
     """
     names = list(FIGURES) if names is None else [names] if isinstance(names, str) else list(dict.fromkeys(names))
     if not names:
@@ -67,7 +68,8 @@ def draw(names: str | Iterable[str] | None = None, out: str | os.PathLike[str] =
         if name not in FIGURES:
             raise FigureError("figure", repr(name), ", ".join(FIGURES))
     with style():
-        return write((FIGURES[name]() for name in names), out)
+        files = {file: data for name in names for file, data in FIGURES[name]().files().items()}
+        return write_files(out, files)
 
 
 @styled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,31 +24,43 @@ def data_dir() -> Path:
     raise FileNotFoundError(f"no data folder beside {_PACKAGE}: reinstall flashsim")
 
 
-def write_files(out: str | os.PathLike, contents: Mapping[str, str | bytes]) -> list[Path]:
-    """Writes all of the named files into the folder `out`, which is made if need be, or none of them.
+class OutputError(ValueError):
+    """A folder for results that cannot be made or written to."""
 
-    Everything is written into a temporary folder inside `out` first and then moved, so a reader never sees half a file.
+
+def write_files(out: str | os.PathLike[str], contents: Mapping[str, bytes]) -> list[Path]:
+    """Writes all of the named files into the folder `out`, which is made where needed, or none of them.
+
+    Everything goes into a temporary folder inside `out` first and is moved into place, file by file, at the end.
+    After an error, `out` is as it was found.
 
     Raises:
-        OutputError: `out` cannot be a folder, or cannot be written into.
+        OutputError: `out` cannot be made or written to, or holds a folder by the name of a file.
     """
-    out = Path(out)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    made: list[Path] = []
+    staging = None
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as folder:
-            for name, content in contents.items():
-                data = content.encode() if isinstance(content, str) else content
-                (Path(folder) / name).write_bytes(data)
-            return [Path(os.replace(Path(folder) / name, out / name) or out / name) for name in contents]
-    except OSError as error:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise OutputError(
-            f"out is {str(out)!r} ({error.strerror}); accepted: a folder that can be written into"
-        ) from None
-
-
-class OutputError(ValueError):
-    """A folder for results that cannot be made or written into."""
+        if not os.fspath(out):
+            raise ValueError("an empty path")
+        folder = Path(out)
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
+        for name, content in contents.items():
+            if (folder / name).is_dir():
+                raise ValueError(f"with a folder {name} in it")
+            (staging / name).write_bytes(content)
+        for name in contents:
+            os.replace(staging / name, folder / name)
+        made = []
+        return [folder / name for name in contents]
+    except (OSError, TypeError, ValueError) as error:
+        shown, reason = str(out) or "''", getattr(error, "strerror", None) or error
+        shown = shown if shown.isprintable() and len(shown) < 200 else f"{shown[:60]!r}"
+        raise OutputError(f"out is {shown} ({reason}); accepted: a folder that can be made or written to") from None
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError, ValueError):
+                path.rmdir()
