@@ -23,8 +23,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
-	$(BIN)/flashsim figures --out $(OUT)
-	$(BIN)/flashsim verify --out $(OUT)
+	@$(BIN)/flashsim compare v1 v3.2 v4-flash v4.1-flash --context 1M
+	@echo; $(BIN)/flashsim verify --out $(OUT)
+	@echo; $(BIN)/flashsim figures --out $(OUT)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --benchmark-disable

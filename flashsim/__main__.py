@@ -220,7 +220,10 @@ def _figures(options: argparse.Namespace) -> Result:
 
     paths = [str(path) for path in draw(options.only, options.out)]
     rows = [{"path": path} for path in paths]
-    return Result("\n".join(["wrote", *(f"  {path}" for path in paths)]), {"written": paths}, rows)
+    names = sorted({os.path.splitext(os.path.basename(path))[0] for path in paths})
+    kinds = sorted({os.path.splitext(path)[1] for path in paths})
+    text = f"{len(paths)} files in {options.out}: {', '.join(names)}, each as {' '.join(kinds)}"
+    return Result(text, {"written": paths}, rows)
 
 
 def _verify(options: argparse.Namespace) -> Result:
@@ -253,7 +256,8 @@ def _verify(options: argparse.Namespace) -> Result:
     document = {"claims": rows, "verdicts": counts, "holds": not failed}
     if options.out:
         document["written"] = _write_claims(options.out, claims, rows, summary)
-        text = "\n".join([summary, "wrote", *(f"  {path}" for path in document["written"])])
+        rough = [row for row in shown if row["verdict"] not in VERDICTS[:2]]
+        text = f"{_table(rough)}\n\n{summary}\nAll of them: {' '.join(document['written'])}"
     return Result(text, document, rows, code=1 if failed else 0)
 
 
