@@ -18,8 +18,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, value: Any, accepted: str):
-        shown = value if isinstance(value, Missing) else _shorten(value)
-        super().__init__(f"{field} is {shown}; accepted: {accepted}")
+        shown = value if isinstance(value, Missing) else shorten(value)
+        super().__init__(f"{_one_line(field)} is {shown}; accepted: {_one_line(accepted, 1000)}")
         self.field, self.value, self.accepted = field, value, accepted
 
 
@@ -30,12 +30,19 @@ class Missing:
         return "missing"
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value as one line of at most 80 characters."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):
+    except (RecursionError, ValueError):  # nested too deeply, or an int of too many digits to print
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return _one_line(text)
+
+
+def _one_line(text: str, limit: int = 80) -> str:
+    """The text without the line breaks and control characters that a stranger's file may have put into it."""
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def read_json_object(path: str | os.PathLike) -> dict[str, Any]:

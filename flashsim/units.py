@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from flashsim.reading import shorten
+
 SUFFIXES = {
     "": 1,
     "K": 10**3,
@@ -38,19 +40,19 @@ def parse_context(text: str | int) -> int:
     (131072, 1000000, 1500, 1000000)
     """
     accepted = f"a whole number of tokens from 1 to {MAX_CONTEXT:,}, such as 4096, 4Ki, 128Ki, 1M or 1Mi"
-    shown = text if len(str(text)[:99]) < 40 else f"{str(text)[:37]}..."
+    shown = shorten(text)
     if isinstance(text, bool) or not isinstance(text, int | str):
-        raise ContextError(f"context is {text!r}; accepted: {accepted}")
+        raise ContextError(f"context is {shown}; accepted: {accepted}")
     if isinstance(text, int):
         tokens = Fraction(text)
     else:
         match = _NUMBER.match(text.strip()) if len(text) < 40 else None
         if not match or match[3].upper() not in SUFFIXES:
-            raise ContextError(f"context is {shown!r}; accepted: {accepted}")
+            raise ContextError(f"context is {shown}; accepted: {accepted}")
         digits = match[1].replace(",", "").replace("_", "")
         tokens = Fraction(digits + (match[2] or "")) * SUFFIXES[match[3].upper()]
     if tokens.denominator != 1 or not 1 <= tokens <= MAX_CONTEXT:
-        raise ContextError(f"context is {shown!r}; accepted: {accepted}")
+        raise ContextError(f"context is {shown}; accepted: {accepted}")
     return int(tokens)
 
 
