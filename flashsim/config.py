@@ -241,7 +241,7 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
             for key, value in parts["compress_rope_theta" if split else "rope_theta"].items()
             if key not in ("rope_theta", "partial_rotary_factor", "attention_factor") and value is not None
         }
-        if scaling.get("rope_type", "default") != "default":
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             data.setdefault("rope_scaling", scaling)
     scaling = data.pop("rope_scaling", None)
     if scaling is not None:
@@ -250,18 +250,24 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
         scaling = dict(scaling)
         if "type" in scaling:  # the older spelling
             scaling.setdefault("rope_type", scaling.pop("type"))
-        if not all(isinstance(value, str | int | float | list) for value in scaling.values()):
+        if not all(_is_plain(value) for value in scaling.values()):
             raise ConfigError("rope_scaling", scaling, "an object of strings, numbers and lists")
         data["rope_scaling"] = tuple(sorted((key, _frozen(value)) for key, value in scaling.items()))
     return data
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(v, str | int | float) for v in value)
+    return isinstance(value, str | int | float)
+
+
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _thawed(value: Any) -> Any:
-    return [_thawed(v) for v in value] if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 # --- grouped-query attention: DeepSeek-LLM (V1), llama, mistral, qwen -------------------------------------------------
@@ -313,8 +319,9 @@ class GQAConfig(Config):
                 raise ConfigError("sliding_window", window, "null with model_type llama, or layer_types that say where")
             first = 0
             if kind in ("qwen2", "qwen3"):  # a window is there only when switched on, and from max_window_layers up
-                first = layers
-                if data.get("use_sliding_window", False):
+                first, switch = layers, data.get("use_sliding_window", False)
+                _check_field("use_sliding_window", switch, {"check": "flag"})
+                if switch:
                     if "max_window_layers" not in data:
                         raise ConfigError("max_window_layers", Missing(), "the first layer with a sliding window")
                     _check_field(
@@ -451,8 +458,11 @@ class CompressedConfig(MoEConfig):
     @classmethod
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
         if "qk_rope_head_dim" not in data and "partial_rotary_factor" in data:
-            _check_field("partial_rotary_factor", data["partial_rotary_factor"], {"check": "real", "low": 0.0})
-            data["qk_rope_head_dim"] = round(data["partial_rotary_factor"] * data.get("head_dim", 0))
+            factor = data["partial_rotary_factor"]
+            _check_field("partial_rotary_factor", factor, {"check": "real", "low": 0.0})
+            if factor > 1:
+                raise ConfigError("partial_rotary_factor", factor, "a number from 0 to 1")
+            data["qk_rope_head_dim"] = round(factor * data.get("head_dim", 0))
         local = data.pop("num_local_experts", None)
         if local is not None:
             _same(data, "n_routed_experts", "num_local_experts", data.get("n_routed_experts"), local)
@@ -506,8 +516,14 @@ class V4Config(CompressedConfig):
             if key in data and isinstance(rates, dict):
                 _same(rates, kind, key, rates.get(kind), data[key])
                 rates[kind] = data[key]
-        data.pop("compress_rate_hca", None)
-        types = data.get("layer_types")
+        types, ratios = data.get("layer_types"), data.get("compress_ratios")
+        heavy = data.pop("compress_rate_hca", None)
+        if heavy is not None:
+            _check_field("compress_rate_hca", heavy, {"check": "count", "low": 1, "high": 2**20})
+        if heavy is not None and types is None and isinstance(ratios, list | tuple):
+            others = [ratio for ratio in ratios if ratio not in (0, data.get("compress_rate_csa", 4), heavy)]
+            if others:
+                raise ConfigError("compress_rate_hca", heavy, f"the ratio that compress_ratios has, {others[0]!r}")
         if types is not None and isinstance(rates, dict):
             rates = {_V4_LAYER_TYPES[1]: 4, _V4_LAYER_TYPES[2]: 128} | rates  # the released defaults
             if isinstance(types, list | tuple) and not set(map(str, types)) <= set(_V4_LAYER_TYPES):

@@ -18,7 +18,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, value: Any, accepted: str):
-        shown = value if isinstance(value, Missing) else shorten(value)
+        shown = _one_line(str(value), 1000) if isinstance(value, Missing | Words) else shorten(value)
         super().__init__(f"{_one_line(field)} is {shown}; accepted: {_one_line(accepted, 1000)}")
         self.field, self.value, self.accepted = field, value, accepted
 
@@ -28,6 +28,10 @@ class Missing:
 
     def __str__(self) -> str:
         return "missing"
+
+
+class Words(str):
+    """A value in words of our own, which a message shows as they are."""
 
 
 def shorten(value: Any) -> str:
@@ -56,19 +60,19 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
     try:
         info = path.stat()
         if stat.S_ISDIR(info.st_mode):
-            raise ConfigError("config file", f"{path} (a directory)", accepted)
+            raise ConfigError("config file", Words(f"{path} (a directory)"), accepted)
         if not stat.S_ISREG(info.st_mode):
-            raise ConfigError("config file", f"{path} (not a regular file)", accepted)
+            raise ConfigError("config file", Words(f"{path} (not a regular file)"), accepted)
         if info.st_size > MAX_FILE_BYTES:
-            raise ConfigError("config file", f"{path} ({info.st_size:,} bytes)", accepted)
+            raise ConfigError("config file", Words(f"{path} ({info.st_size:,} bytes)"), accepted)
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("config file", f"{path} ({reason})", accepted) from None
+        raise ConfigError("config file", Words(f"{path} ({reason})"), accepted) from None
     if not raw.strip():
-        raise ConfigError("config file", f"{path} (empty)", accepted)
+        raise ConfigError("config file", Words(f"{path} (empty)"), accepted)
     try:
         data = json.loads(
             raw.decode("utf-8-sig"),
@@ -79,15 +83,15 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
     except ConfigError:
         raise
     except UnicodeDecodeError:
-        raise ConfigError("config file", f"{path} (not UTF-8 text)", accepted) from None
+        raise ConfigError("config file", Words(f"{path} (not UTF-8 text)"), accepted) from None
     except RecursionError:
-        raise ConfigError("config file", f"{path} (nested too deeply)", accepted) from None
+        raise ConfigError("config file", Words(f"{path} (nested too deeply)"), accepted) from None
     except ValueError as error:
         reason = getattr(error, "msg", str(error))
         where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError("config file", f"{path} (not JSON: {reason}{where})", accepted) from None
+        raise ConfigError("config file", Words(f"{path} (not JSON: {reason}{where})"), accepted) from None
     if not isinstance(data, dict):
-        raise ConfigError("config file", f"{path} (a JSON {type(data).__name__})", accepted)
+        raise ConfigError("config file", Words(f"{path} (a JSON {type(data).__name__})"), accepted)
     return data
 
 
@@ -96,7 +100,7 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(twice, "given twice in the file", "each key once")
+        raise ConfigError(twice, Words("given twice in the file"), "each key once")
     return result
 
 
