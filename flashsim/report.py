@@ -130,7 +130,7 @@ class Report:
     # --- for machines ----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values. A fraction becomes the nearest double, which is exact for ratios that are powers of two.
+        """Plain JSON values, exact: a fraction that no double holds, such as a third of a byte, is the text `1/3`.
 
         `Report.from_dict(report.to_dict()).to_dict() == report.to_dict()`.
         """
@@ -141,10 +141,10 @@ class Report:
             "contexts": list(self.contexts),
             "single": self.single,
             "notes": list(self.notes),
-            "total": [plain(v) for v in self._sums(lambda row: None).get(None, [0] * len(self.contexts))],
+            "total": [_exact(v) for v in self._sums(lambda row: None).get(None, [0] * len(self.contexts))],
             "rows": [
                 {
-                    field: [plain(v) for v in value] if isinstance(value, tuple) else value
+                    field: [_exact(v) for v in value] if isinstance(value, tuple) else value
                     for field, value in row._asdict().items()
                     if value is not None or field in ("layer", "tier", "precision")
                 }
@@ -156,7 +156,7 @@ class Report:
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The report that `to_dict` described, with the values it had."""
         rows = [
-            Row(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+            Row(**{key: tuple(map(_read, value)) if isinstance(value, list) else value for key, value in row.items()})
             for row in data["rows"]
         ]
         report = object.__new__(cls)
@@ -250,6 +250,16 @@ class Report:
             f"<tr><th scope='row' colspan='4'>total, {html.escape(self.unit)}</th>{total}</tr></tbody></table>"
         )
         return "".join(lines)
+
+
+def _exact(value: Number) -> int | float | str:
+    """A number as JSON that says the same: an int, a double where that is exact, or the text of a fraction."""
+    short = plain(value)
+    return short if short == value else str(value)
+
+
+def _read(value: int | float | str) -> Number:
+    return value if isinstance(value, int) else Fraction(value)
 
 
 def _layers(layers: Sequence[int | None]) -> str:

@@ -6,12 +6,19 @@ each layer is, worked out here from the file alone: neither comes from the libra
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 
 from flashsim import load_config
+
+# The same examples on every machine and however busy it is; HYPOTHESIS_PROFILE=search looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile("search", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 CONFIGS = Path(__file__).resolve().parents[2] / "data" / "configs"
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"

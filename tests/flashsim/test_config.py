@@ -603,9 +603,9 @@ def test_a_file_of_200_megabytes_is_not_read(tmp_path):
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(200 * 10**6)
-    start = time.perf_counter()
+    start = time.process_time()
     refused(path, "200,000,000 bytes", "4 MiB")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_folder_without_a_config(tmp_path):
@@ -691,7 +691,7 @@ EXTRA_FIELDS = [
 
 def survives(data):
     """A valid config that everything runs on, or one clear line; within a second either way."""
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         config = load_config(data)
     except ConfigError as error:
@@ -704,10 +704,10 @@ def survives(data):
         except LayoutError as error:  # a width that the released record's blocks do not divide
             assert "accepts" in str(error)
         assert load_config(json.loads(json.dumps(config.to_dict()))) == config
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_field_replaced_by_anything(data):
     from_file = load_config(data.draw(st.sampled_from(PRESETS))).to_dict()
@@ -715,7 +715,7 @@ def test_any_field_replaced_by_anything(data):
     survives(from_file | {field: data.draw(anything)})
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_number_in_a_list_replaced_by_anything(data):
     name = data.draw(st.sampled_from(["v4-flash", "v4-pro", "v4.1-flash"]))
@@ -726,7 +726,7 @@ def test_any_number_in_a_list_replaced_by_anything(data):
     survives(from_file | {field: values})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_field_left_out(data):
     from_file = load_config(data.draw(st.sampled_from(PRESETS))).to_dict()
@@ -744,6 +744,6 @@ def test_the_largest_numbers_are_computed_at_once(name):
         data["compress_ratios"] = ratios + [ratios[-1]] * (10_000 - len(ratios))
     config = load_config(data)
     for function in (kv_cache, decode_flops, lambda config, _: parameters(config)):
-        start = time.perf_counter()
+        start = time.process_time()
         assert function(config, [1, 4097]).total()
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
