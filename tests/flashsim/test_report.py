@@ -7,7 +7,7 @@ from fractions import Fraction
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashsim import (
@@ -52,6 +52,7 @@ def test_thirds_survive_as_text(derive):
     assert persistent_cache(config, 3, snapshots=0).to_dict()["total"] == [584]
 
 
+@settings(max_examples=30)
 @given(name=st.sampled_from(PRESETS), contexts=st.lists(st.integers(1, 10**9), min_size=1, max_size=4))
 def test_round_trip_keeps_every_number(name, contexts):
     report = kv_cache(load_config(name), contexts)
@@ -64,6 +65,7 @@ def test_round_trip_keeps_every_number(name, contexts):
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
 
 
+@settings(max_examples=20)
 @given(name=st.sampled_from(PRESETS), contexts=st.lists(st.integers(1, 2**20), min_size=1, max_size=5))
 def test_several_contexts_are_what_each_gives_alone(name, contexts):
     config = load_config(name)
