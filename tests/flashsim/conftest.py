@@ -32,7 +32,7 @@ OPTIONAL = {
     "moe_layer_freq": 1,
     "topk_method": None,
     "layer_types": None,
-    "candidate_source_layer_id": None,
+    "candidate_source_layer_id": -1,
     "candidate_topk_blocks": 0,
     "candidate_block_size": 0,
     "engram_layer_ids": [],
@@ -110,7 +110,7 @@ def layers_of(d):
                 layer.selection = [s for s in d.index_source_layer_ids if s <= i][-1]
                 layer.owns, layer.selects, layer.chosen = layer.source == i, layer.selection == i, True
                 c = d.candidate_source_layer_id
-                candidates = c is not None and c >= 0
+                candidates = c >= 0
                 layer.pool = candidates and layer.selects and not layer.owns and i > c >= layer.source
         if layer.owns and layer.source is None:
             layer.source = i
@@ -189,7 +189,7 @@ DERIVED = {
     ),
     "v4.1 windows alone": changed(
         "v4.1-flash", num_hidden_layers=4, compress_ratios=[0] * 4, kv_source_layer_ids=[], index_source_layer_ids=[],
-        candidate_source_layer_id=None, engram_layer_ids=[2], engram_num_embeddings=[999], num_nextn_predict_layers=0,
+        candidate_source_layer_id=-1, engram_layer_ids=[2], engram_num_embeddings=[999], num_nextn_predict_layers=0,
         tie_word_embeddings=True,
     ),
     "v4.1 one source of ratio 1": changed(
@@ -200,7 +200,7 @@ DERIVED = {
     ),
     "v4.1 a cache in every layer": changed(
         "v4.1-flash", kv_source_layer_ids=list(range(2, 40)), index_source_layer_ids=list(range(2, 40)),
-        candidate_source_layer_id=None,
+        candidate_source_layer_id=-1,
     ),
 }  # fmt: skip
 
