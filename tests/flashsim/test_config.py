@@ -431,6 +431,7 @@ def test_zero_is_refused_where_one_is_the_least(derive, field):
         ("v4-flash", "layer_types", "csa", "list of layer type names"),
         ("v4-flash", "layer_types", ["full_attention"] * 43, "sliding_attention"),
         ("v4-flash", "mlp_layer_types", ["moe", "hash_moe"], "hash_moe for the first layers"),
+        ("v4-flash", "mlp_layer_types", 5, "hash_moe for the first layers"),
         ("v4-flash", "mlp_layer_types", ["moe"] * 5, "one for each of the 43 layers"),
         ("deepseek-llm-67b", "num_key_value_heads", 7, "a divisor of num_attention_heads, 64"),
     ],
@@ -691,20 +692,27 @@ EXTRA_FIELDS = [
 
 def survives(data):
     """A valid config that everything runs on, or one clear line; within a second either way."""
-    start = time.process_time()
+    seconds = []
+    while not seconds or (min(seconds) >= 1 and len(seconds) < 3):  # again where a garbage collection came between
+        start = time.process_time()
+        _runs_or_is_refused(data)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1
+
+
+def _runs_or_is_refused(data):
     try:
         config = load_config(data)
     except ConfigError as error:
         assert "\n" not in str(error) and "; accepted: " in str(error)
-    else:
-        assert isinstance(config, Config)
-        try:
-            for report in (kv_cache(config, [1, 4097]), decode_flops(config, [1, 4097]), parameters(config)):
-                assert report.total() is not None
-        except LayoutError as error:  # a width that the released record's blocks do not divide
-            assert "accepts" in str(error)
-        assert load_config(json.loads(json.dumps(config.to_dict()))) == config
-    assert time.process_time() - start < 1
+        return
+    assert isinstance(config, Config)
+    try:
+        for report in (kv_cache(config, [1, 4097]), decode_flops(config, [1, 4097]), parameters(config)):
+            assert report.total() is not None
+    except LayoutError as error:  # a width that the released record's blocks do not divide
+        assert "accept" in str(error) and "\n" not in str(error)
+    assert load_config(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])

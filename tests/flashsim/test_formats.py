@@ -76,7 +76,7 @@ def test_a_vector_shorter_than_a_block_is_one_block(form, width, nbytes):
 
 @pytest.mark.parametrize(("form", "width"), [(FP8, 200), (FP8, 129), (MXFP8, 33), (FP4, 24), (FP8_UE8M0_64, 100)])
 def test_a_width_that_is_no_multiple_of_the_block(form, width):
-    with pytest.raises(LayoutError, match=rf"width is {width}; .* accepts multiples of its block of {form.block_size}"):
+    with pytest.raises(LayoutError, match=rf"{width}.* accept.*multiples of its block of {form.block_size}"):
         form.nbytes(width)
 
 
