@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from flashsim.config import ALIASES, PRESETS, load_config
+from flashsim import __version__
+from flashsim.config import ALIASES, PRESETS, Config, load_config, preset_name
+from flashsim.reading import shorten
 from flashsim.units import number, number_of_bytes, parse_context, plain
 
 DEFAULT_CONTEXT = "1M"
@@ -44,16 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 where `verify` finds a claim that does not hold, 2 for bad
     input.
     """
-    options = _parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a letter shows its number
+        sys.stdout.reconfigure(errors="backslashreplace")
+    options = _parser().parse_args(_model_first(sys.argv[1:] if arguments is None else arguments))
     try:
         result = options.run(options)
     except (ValueError, ModuleNotFoundError, OSError) as error:
         print(f"flashsim {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for note in result.notes:
+    except KeyboardInterrupt:
+        print(f"flashsim {options.command}: stopped", file=sys.stderr)
+        return 130
+    for note in dict.fromkeys(result.notes):
         print(f"note: {note}", file=sys.stderr)
     if options.json:
-        text = json.dumps(result.document, indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(result.document, indent=2, allow_nan=False)
     elif options.csv:
         text = _csv(result.rows)
     else:
@@ -62,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"flashsim {options.command}: error: stdout cannot be written to ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     return result.code
 
 
@@ -83,42 +94,48 @@ def _models(options: argparse.Namespace) -> Result:
                 "max_position_embeddings": config.max_position_embeddings,
                 "parameters": parameters(config).total_parameters(),
                 "per_token_bytes": plain(kv_bytes_per_token(config)),
-                "aliases": " ".join(alias for alias, name in ALIASES.items() if name == preset),
+                "aliases": [alias for alias, name in ALIASES.items() if name == preset],
             }
         )
-    text = _table(rows) + "\nMODEL is one of these, an alias, or the path of a config.json."
-    return Result(text, {"models": rows}, rows)
+    flat = [row | {"aliases": " ".join(row["aliases"])} for row in rows]
+    text = (
+        _table(flat) + "\nMODEL is one of these, also as DeepSeek-V3 or deepseek-ai/DeepSeek-V3, an alias, or the path"
+    )
+    text += " of a config.json or of its folder."
+    return Result(text, {"models": rows}, flat)
 
 
 def _kv(options: argparse.Namespace) -> Result:
+    from flashsim.formats import Layout
     from flashsim.kv_cache import kv_cache, kv_reserved
     from flashsim.traffic import decode_read
 
-    config, contexts = load_config(options.model), _contexts(options)
-    report = kv_cache(config, contexts, layout=options.layout, tensor_parallel=options.tensor_parallel)
-    reserved = kv_reserved(config, contexts, layout=options.layout, tensor_parallel=options.tensor_parallel)
-    read = decode_read(config, contexts, layout=options.layout).total()
+    config = load_config(options.model)
+    contexts = _contexts(options, config)
+    how = {"layout": options.layout, "tensor_parallel": options.tensor_parallel}
+    report, reserved = kv_cache(config, contexts, **how), kv_reserved(config, contexts, **how)
+    read = decode_read(config, contexts, **how).total()
     listed = not report.single
     documents = report.to_json()
     each = documents["reports"] if listed else [documents]
     for i, document in enumerate(each):
         document["reserved_bytes"] = reserved.total()[i] if listed else reserved.total()
-        if options.tensor_parallel == 1:
-            document["read_bytes_per_step"] = read[i] if listed else read
-        else:
-            document["tensor_parallel"] = options.tensor_parallel
+        document["read_bytes_per_step"] = read[i] if listed else read
+        document |= {"layout": str(Layout.of(options.layout)), "tensor_parallel": options.tensor_parallel}
         if options.by:
             sums = report.by(options.by)
-            document["by"] = {str(key): plain(value[i] if listed else value) for key, value in sums.items()}
+            document["by"] = {_key(key): plain(value[i] if listed else value) for key, value in sums.items()}
     lines = [_sums(report, options.by) if options.by else str(report), ""]
     lines.append(f"per token   {number(report.per_token_bytes())} bytes of global KV")
+    filling = sum(row.bytes_per_record for row in report.rows if row.tier == "window")
+    if filling:
+        lines[-1] += f", and {number(filling)} bytes of windows until they are full"
     for document in each:
         lines.append(f"at {document['context']:,} tokens, one sequence:")
         for tier in ("global", "window", "state", "total"):
             lines.append(f"  {tier:8}  {number_of_bytes(document[f'{tier}_bytes'])}")
         lines.append(f"  reserved  {number_of_bytes(document['reserved_bytes'])} in whole pages, rings and buffers")
-        if "read_bytes_per_step" in document:
-            lines.append(f"  read      {number_of_bytes(document['read_bytes_per_step'])} of cache by one decode step")
+        lines.append(f"  read      {number_of_bytes(document['read_bytes_per_step'])} of cache by one decode step")
     rows = _sum_rows(report, options.by) if options.by else report.table()
     return Result("\n".join(lines), documents, rows, report.notes)
 
@@ -126,13 +143,15 @@ def _kv(options: argparse.Namespace) -> Result:
 def _flops(options: argparse.Namespace) -> Result:
     from flashsim.flops import decode_flops, prefill_flops, prefill_flops_per_token
 
-    config, contexts = load_config(options.model), _contexts(options)
+    config = load_config(options.model)
+    contexts = _contexts(options, config)
     precision = dict(_pair(item, "precision") for item in options.precision or ())
     weights = {
         name: _real(value, f"weight of {name}") for name, value in (_pair(w, "weight") for w in options.weight or ())
     }
     report = (prefill_flops if options.prefill else decode_flops)(config, contexts, precision=precision)
-    document = report.to_json(weights)
+    report = report.with_weights(weights)
+    document = report.to_json()
     document["phase"] = "prefill" if options.prefill else "decode"
     lines = [_sums(report, options.by) if options.by else str(report), ""]
     if options.prefill:
@@ -141,7 +160,7 @@ def _flops(options: argparse.Namespace) -> Result:
         document["weighted_flops_per_prompt_token"] = per_token["weighted_flops"]
     if options.by:
         sums = report.by(options.by)
-        document["by"] = {str(k): [plain(x) for x in (v if isinstance(v, list) else [v])] for k, v in sums.items()}
+        document["by"] = {_key(k): [plain(x) for x in (v if isinstance(v, list) else [v])] for k, v in sums.items()}
     what = "the prompt" if options.prefill else "one decode step"
     for i, context in enumerate(document["contexts"]):
         raw, weighted = document["raw_flops"][i], document["weighted_flops"][i]
@@ -167,7 +186,7 @@ def _compare(options: argparse.Namespace) -> Result:
     from flashsim.params import parameters
     from flashsim.traffic import decode_read
 
-    contexts, rows, notes = _contexts(options, several=True), [], []
+    contexts, rows, notes = [parse_context(text) for text in options.context or [DEFAULT_CONTEXT]], [], []
     for model in options.models:
         config = load_config(model)
         stored, flops, read = (f(config, contexts) for f in (kv_cache, decode_flops, decode_read))
@@ -181,6 +200,7 @@ def _compare(options: argparse.Namespace) -> Result:
                     "per_token_bytes": plain(stored.per_token_bytes()),
                     "global_bytes": stored.tier_bytes("global")[i],
                     "window_bytes": stored.tier_bytes("window")[i],
+                    "state_bytes": stored.tier_bytes("state")[i],
                     "total_bytes": stored.total()[i],
                     "read_bytes_per_step": read.total()[i],
                     "decode_raw_flops": plain(flops.total()[i]),
@@ -250,7 +270,9 @@ def _verify(options: argparse.Namespace) -> Result:
         f"\n{nothing} of them have nothing to compute (prices, scores, policies, inputs) and are listed by --json."
     )
     summary += (
-        "\nEvery verdict is the expected one." if not failed else f"\n{len(failed)} verdicts are WORSE than expected."
+        "\nEvery verdict is the expected one."
+        if not failed
+        else f"\nWORSE than expected: {', '.join(claim.id for claim in failed)}"
     )
     text = f"{_table(shown)}\n\n{summary}"
     document = {"claims": rows, "verdicts": counts, "holds": not failed}
@@ -283,6 +305,7 @@ def _write_claims(out: str, claims: Sequence[Any], rows: Sequence[Mapping[str, A
 
 def _parser() -> Parser:
     parser = Parser(prog="flashsim", description="KV-cache bytes and decode FLOPs of every DeepSeek generation.")
+    parser.add_argument("--version", action="version", version=f"flashsim {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     def command(name: str, run, about: str, *, model: bool = False) -> argparse.ArgumentParser:
@@ -296,7 +319,8 @@ def _parser() -> Parser:
         return each
 
     def context(each: argparse.ArgumentParser) -> None:
-        text = f"tokens, such as 4096, 4Ki, 128Ki, 1M (10^6) or 1Mi (2^20), one or several (default {DEFAULT_CONTEXT})"
+        text = "tokens, such as 4096, 4Ki, 128Ki, 1M (10^6) or 1Mi (2^20), one or several"
+        text += f" (default {DEFAULT_CONTEXT}, or max_position_embeddings if that is less)"
         each.add_argument("--context", "-N", nargs="+", action="extend", metavar="N", help=text)
 
     command("models", _models, "the released models that are shipped")
@@ -333,9 +357,32 @@ def _parser() -> Parser:
     return parser
 
 
-def _contexts(options: argparse.Namespace, several: bool = False) -> int | list[int]:
-    contexts = [parse_context(text) for text in options.context or [DEFAULT_CONTEXT]]
-    return contexts if several or len(contexts) > 1 else contexts[0]
+def _contexts(options: argparse.Namespace, config: Config) -> int | list[int]:
+    """The contexts asked for; without any, 10^6 tokens, or the longest that the model was made for if that is less."""
+    if not options.context:
+        return min(parse_context(DEFAULT_CONTEXT), config.max_position_embeddings)
+    contexts = [parse_context(text) for text in options.context]
+    return contexts if len(contexts) > 1 else contexts[0]
+
+
+def _key(key: Any) -> str:
+    return "whole model" if key is None else str(key)
+
+
+def _model_first(arguments: Sequence[str]) -> list[str]:
+    """`kv --context 4Ki v3` as `kv v3 --context 4Ki`: words at the end that are no context are models."""
+    arguments = list(arguments)
+    models = []
+    if {"--context", "-N"} & set(arguments) and arguments[0] in ("kv", "flops", "compare"):
+        while len(arguments) > 2 and not arguments[-1].startswith("-") and not arguments[-2].startswith("-"):
+            try:
+                parse_context(arguments[-1])
+                break
+            except ValueError:
+                if preset_name(arguments[-1]) is None and not os.path.exists(arguments[-1]):
+                    break
+                models.insert(0, arguments.pop())
+    return arguments[:1] + models + arguments[1:]
 
 
 def _whole(text: str) -> int:
@@ -354,9 +401,11 @@ def _pair(item: str, what: str) -> tuple[str, str]:
 
 def _real(text: str, what: str) -> Fraction:
     try:
+        if len(text) > 20 or "e" in text.lower():
+            raise ValueError
         return Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{what} is {text!r}; accepted: a number such as 0.5 or 1/4") from None
+        raise ValueError(f"{what} is {shorten(text)}; accepted: a number such as 0.5 or 1/4") from None
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -411,7 +460,7 @@ def _sum_rows(report: Any, by: str) -> list[dict[str, Any]]:
         values = [values] if report.single else values
         for context, value in zip(report.contexts, values, strict=True):
             rows.append(
-                {"model": report.model, "context": context, by: key, "value": plain(value), "unit": report.unit}
+                {"model": report.model, "context": context, by: _key(key), "value": plain(value), "unit": report.unit}
             )
     return rows
 
@@ -422,7 +471,7 @@ def _sums(report: Any, by: str) -> str:
     rows = []
     for key, values in [*report.by(by).items(), ("total", total)]:
         values = [values] if report.single else values
-        name = "whole model" if key is None else key
+        name = _key(key)
         cells = {f"N = {c:,}": plain(v) for c, v in zip(report.contexts, values, strict=True)}
         rows.append({by: str(name), **cells})
     return f"{report.title}, {report.unit}\n{_table(rows)}"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from flashsim.paths import data_dir
-from flashsim.reading import ConfigError, Missing, read_json_object
+from flashsim.reading import ConfigError, Missing, read_json_object, shorten
 
 PRESETS = ("deepseek-llm-67b", "v2", "v3", "v3.2", "v4-flash", "v4-pro", "v4.1-flash")
 """The released models that are shipped, in order of release; each is `data/configs/<name>.json`."""
@@ -84,7 +84,11 @@ def _check_field(name: str, value: Any, limits: Mapping[str, Any]) -> None:
             raise ConfigError(name, value, f"a whole number from {low} to {high}")
     elif kind == "ids":
         low, high = limits["low"], limits["high"]
-        good = isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        good = (
+            isinstance(value, tuple)
+            and len(value) <= 10_000
+            and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        )
         if not good or not all(low <= v <= high for v in value):
             raise ConfigError(name, value, f"a list of whole numbers from {low} to {high}")
     elif kind == "real":
@@ -99,22 +103,18 @@ def _check_field(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 
 # --- what all families share ------------------------------------------------------------------------------------------
 
-# Fields that belong to one mechanism. A config of another family that carries one would be computed wrongly without it.
-_MECHANISM_FIELDS = {
-    "kv_lora_rank": "deepseek_v2, deepseek_v3, deepseek_v32",
-    "index_topk": "deepseek_v32, deepseek_v4, deepseek_v41",
-    "compress_ratios": "deepseek_v4, deepseek_v41",
-    "o_groups": "deepseek_v4, deepseek_v41",
-    "hc_mult": "deepseek_v4, deepseek_v41",
-    "num_hash_layers": "deepseek_v4",
-    "kv_source_layer_ids": "deepseek_v41",
-    "index_source_layer_ids": "deepseek_v41",
-    "candidate_source_layer_id": "deepseek_v41",
-    "engram_layer_ids": "deepseek_v41",
-    "n_routed_experts": "deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4, deepseek_v41",
-    "num_experts": "none of the families here",
-    "num_local_experts": "none of the families here",
-}
+# Fields that belong to one mechanism. A config of another family that carries one, switched on, would be computed
+# wrongly without it. What no family here has is listed too.
+_MECHANISM_FIELDS = (
+    *("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace", "moe_layer_freq"),
+    *("index_topk", "index_n_heads", "index_head_dim", "sliding_window", "layer_types", "mlp_layer_types"),
+    *("compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", "compress_rope_theta"),
+    *("o_groups", "o_lora_rank", "hc_mult", "num_hash_layers", "kv_source_layer_ids", "index_source_layer_ids"),
+    *("candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size"),
+    *("engram_layer_ids", "engram_num_embeddings", "engram_n_heads", "engram_head_dim"),
+    *("n_routed_experts", "moe_intermediate_size", "num_experts", "num_local_experts", "mlp_only_layers"),
+    *("attention_bias", "mlp_bias", "attention_chunk_size", "num_kv_shared_layers", "cross_attention_layers"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,11 @@ class Config:
     model_types: ClassVar[tuple[str, ...]] = ()
 
     name: str = dataclasses.field(default="", compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     model_type: str = text()
     vocab_size: int = count()
     hidden_size: int = count()
-    num_hidden_layers: int = count(high=10_000)
+    num_hidden_layers: int = count(high=1000)
     num_attention_heads: int = count(high=2**20)
     max_position_embeddings: int = count(high=2**40)
     tie_word_embeddings: bool = flag(False)
@@ -163,21 +164,20 @@ class Config:
         """
         cls._check_presence(data)
         data = {key: value for key, value in data.items() if value is not None}
-        for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"):
+        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"):
             if key in data:
                 _check_field(key, data[key], {"check": "count", "low": 1, "high": 2**31})
-        data = cls._respell(_rope(data))
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key, owners in _MECHANISM_FIELDS.items():
-            if key in data and key not in fields:
-                raise ConfigError(
-                    key, data[key], f"no such field with model_type {data['model_type']} (it is of {owners})"
-                )
+        _check_field("num_hidden_layers", data.get("num_hidden_layers", 1), fields["num_hidden_layers"].metadata)
+        data = cls._respell(_rope(data))
+        for key in _MECHANISM_FIELDS:
+            if data.get(key, 0) not in (0, False, "", [], ()) and key not in fields:
+                raise ConfigError(key, data[key], f"nothing, as model_type {data['model_type']} has no such field")
         for field in fields.values():
             if field.default is MISSING and field.name not in data:
                 raise ConfigError(field.name, Missing(), _accepted(field))
-        values = {key: value for key, value in data.items() if key in fields and key != "name"}
-        return cls(**values, name=name or data["model_type"])
+        values = {key: value for key, value in data.items() if key in fields and key not in ("name", "notes")}
+        return cls(**values, name=_printable(name or data["model_type"]), notes=_quantization_notes(cls, data))
 
     @classmethod
     def _check_presence(cls, data: Mapping[str, Any]) -> None:
@@ -193,7 +193,7 @@ class Config:
         result = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in ("name", "notes"):
                 continue
             if field.name == "rope_scaling" and value is not None:
                 value = {key: _thawed(part) for key, part in value}
@@ -203,6 +203,25 @@ class Config:
     def layers(self) -> range:
         """The layer numbers, 0 to num_hidden_layers - 1."""
         return range(self.num_hidden_layers)
+
+
+def _printable(name: str) -> str:
+    """A name from a file as one short line that any terminal can show."""
+    return "".join(c if c.isprintable() else "?" for c in name[:80]).encode("utf-8", "replace").decode()
+
+
+def _quantization_notes(family: type[Config], data: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a file says of quantisation that the counts do not follow: they are those of the family as released."""
+    notes = []
+    scheme = data.get("quantization_config")
+    scheme = scheme if isinstance(scheme, Mapping) else {}
+    cache = scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
+    for value, key in ((cache, "quantization_config"), *((data.get(k), k) for k in ("kv_cache_dtype", "cache_dtype"))):
+        if value:
+            notes.append(f"{key} asks for a quantised KV cache; bytes are of the released layout, layout= changes it")
+    if scheme and issubclass(family, GQAConfig):
+        notes.append("FLOPs are counted in BF16 whatever quantization_config says; precision= changes it")
+    return tuple(notes)
 
 
 def _accepted(field: dataclasses.Field) -> str:
@@ -216,6 +235,7 @@ def _accepted(field: dataclasses.Field) -> str:
 
 
 def _same(data: Mapping[str, Any], old: str, new: str, a: Any, b: Any) -> None:
+    """Two spellings of one field, if both are there, have to say the same."""
     if old in data and a != b:
         raise ConfigError(old, data[old], f"the value that {new} gives, {b!r}, or only one of the two")
 
@@ -225,6 +245,11 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
     rope_scaling.
     """
     newer = data.pop("rope_parameters", None)
+    older = data.pop("rope_scaling", None)
+    for name, given in (("rope_parameters", newer), ("rope_scaling", older)):
+        if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+            raise ConfigError(name, given, "an object")
+    scaling = None if older is None else _one_type(older)
     if newer is not None:
         if not isinstance(newer, Mapping):
             raise ConfigError("rope_parameters", newer, "an object")
@@ -236,24 +261,31 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
             if "rope_theta" in part:
                 _same(data, key, "rope_parameters", data.get(key), part["rope_theta"])
                 data[key] = part["rope_theta"]
-        scaling = {
-            key: value
-            for key, value in parts["compress_rope_theta" if split else "rope_theta"].items()
-            if key not in ("rope_theta", "partial_rotary_factor", "attention_factor") and value is not None
-        }
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            data.setdefault("rope_scaling", scaling)
-    scaling = data.pop("rope_scaling", None)
+        part = parts["compress_rope_theta" if split else "rope_theta"]
+        if "partial_rotary_factor" in part:
+            data.setdefault("partial_rotary_factor", part["partial_rotary_factor"])
+        mine = _one_type({key: value for key, value in part.items() if key not in _NOT_SCALING and value is not None})
+        if mine.get("rope_type", "default") != "default":
+            if scaling is not None and scaling != mine:
+                raise ConfigError("rope_scaling", older, f"what rope_parameters says, {mine}, or only one of the two")
+            scaling = mine
     if scaling is not None:
-        if not isinstance(scaling, Mapping):
-            raise ConfigError("rope_scaling", scaling, "an object")
-        scaling = dict(scaling)
-        if "type" in scaling:  # the older spelling
-            scaling.setdefault("rope_type", scaling.pop("type"))
         if not all(_is_plain(value) for value in scaling.values()):
             raise ConfigError("rope_scaling", scaling, "an object of strings, numbers and lists")
         data["rope_scaling"] = tuple(sorted((key, _frozen(value)) for key, value in scaling.items()))
     return data
+
+
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor", "attention_factor")
+
+
+def _one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with `rope_type` for the older `type`."""
+    scaling = dict(scaling)
+    if "type" in scaling:
+        _same(scaling, "rope_type", "type", scaling.get("rope_type"), scaling["type"])
+        scaling["rope_type"] = scaling.pop("type")
+    return scaling
 
 
 def _is_plain(value: Any) -> bool:
@@ -299,10 +331,16 @@ class GQAConfig(Config):
                 raise ConfigError("sliding_window", Missing(), "a window in tokens, as layer_types has sliding layers")
 
     @classmethod
+    def _check_presence(cls, data: Mapping[str, Any]) -> None:
+        if data.get("num_key_value_heads") is None:  # never guessed: eight times too much is a common mistake
+            accepted = "a whole number; the number of attention heads means multi-head attention"
+            raise ConfigError("num_key_value_heads", Missing(), accepted)
+        if data["model_type"] == "mistral" and "sliding_window" not in data and "layer_types" not in data:
+            raise ConfigError("sliding_window", Missing(), "a window in tokens, or null for full attention")
+
+    @classmethod
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
         kind, layers = data["model_type"], data.get("num_hidden_layers")
-        if "num_key_value_heads" not in data and kind == "llama" and "num_attention_heads" in data:
-            data["num_key_value_heads"] = data["num_attention_heads"]  # the family's definition: multi-head attention
         if "head_dim" not in data and kind != "qwen3":
             hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
             if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -312,16 +350,23 @@ class GQAConfig(Config):
                     )
                 data["head_dim"] = hidden // heads
         if kind == "qwen2":
-            data.setdefault("attention_bias", True)  # q, k and v carry one; o does not
+            data["attention_bias"] = True  # q, k and v carry one whatever the file says; o does not
+        if kind in ("qwen2", "qwen3"):
+            _check_field("use_sliding_window", data.get("use_sliding_window", False), {"check": "flag"})
+            types = data.get("layer_types")
+            sliding = isinstance(types, list | tuple) and "sliding_attention" in types
+            if sliding and data.get("use_sliding_window") is False:
+                raise ConfigError("use_sliding_window", False, "true, as layer_types has sliding layers")
         window = data.get("sliding_window")
+        if window is not None:
+            _check_field("sliding_window", window, {"check": "count", "low": 1, "high": 2**31})
         if window is not None and "layer_types" not in data and isinstance(layers, int):
             if kind == "llama":
                 raise ConfigError("sliding_window", window, "null with model_type llama, or layer_types that say where")
             first = 0
             if kind in ("qwen2", "qwen3"):  # a window is there only when switched on, and from max_window_layers up
-                first, switch = layers, data.get("use_sliding_window", False)
-                _check_field("use_sliding_window", switch, {"check": "flag"})
-                if switch:
+                first = layers
+                if data.get("use_sliding_window"):
                     if "max_window_layers" not in data:
                         raise ConfigError("max_window_layers", Missing(), "the first layer with a sliding window")
                     _check_field(
@@ -393,6 +438,21 @@ class MLAConfig(MoEConfig):
         if "q_lora_rank" not in data:
             raise ConfigError("q_lora_rank", Missing(), "a whole number, or null for a query without a low-rank step")
 
+    @classmethod
+    def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
+        types, mlp_types = data.get("layer_types"), data.pop("mlp_layer_types", None)
+        if isinstance(types, list | tuple) and all(kind == "full_attention" for kind in types):
+            data.pop("layer_types")  # says what is so anyway
+        if mlp_types is not None:
+            first, every = data.get("first_k_dense_replace", 0), data.get("moe_layer_freq", 1)
+            for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
+                _check_field(name, value, {"check": "count", "low": 0, "high": 10_000})
+            layers = range(data.get("num_hidden_layers", 0))
+            expected = ["sparse" if layer >= first and layer % max(every, 1) == 0 else "dense" for layer in layers]
+            if not isinstance(mlp_types, list | tuple) or list(mlp_types) != expected:
+                raise ConfigError("mlp_layer_types", mlp_types, "dense and sparse as first_k_dense_replace says")
+        return data
+
     def is_moe(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts rather than dense."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
@@ -457,12 +517,14 @@ class CompressedConfig(MoEConfig):
 
     @classmethod
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if "qk_rope_head_dim" not in data and "partial_rotary_factor" in data:
-            factor = data["partial_rotary_factor"]
+        factor, head_dim = data.pop("partial_rotary_factor", None), data.get("head_dim")
+        if factor is not None and head_dim is not None:
             _check_field("partial_rotary_factor", factor, {"check": "real", "low": 0.0})
-            if factor > 1:
-                raise ConfigError("partial_rotary_factor", factor, "a number from 0 to 1")
-            data["qk_rope_head_dim"] = round(factor * data.get("head_dim", 0))
+            width = round(min(factor, 1.0) * head_dim)
+            if abs(factor * head_dim - width) > 1e-6 or data.get("qk_rope_head_dim", width) != width:
+                accepted = f"qk_rope_head_dim / head_dim, a whole number of the {head_dim} channels"
+                raise ConfigError("partial_rotary_factor", factor, accepted)
+            data["qk_rope_head_dim"] = width
         local = data.pop("num_local_experts", None)
         if local is not None:
             _same(data, "n_routed_experts", "num_local_experts", data.get("n_routed_experts"), local)
@@ -517,13 +579,9 @@ class V4Config(CompressedConfig):
                 _same(rates, kind, key, rates.get(kind), data[key])
                 rates[kind] = data[key]
         types, ratios = data.get("layer_types"), data.get("compress_ratios")
-        heavy = data.pop("compress_rate_hca", None)
-        if heavy is not None:
-            _check_field("compress_rate_hca", heavy, {"check": "count", "low": 1, "high": 2**20})
-        if heavy is not None and types is None and isinstance(ratios, list | tuple):
-            others = [ratio for ratio in ratios if ratio not in (0, data.get("compress_rate_csa", 4), heavy)]
-            if others:
-                raise ConfigError("compress_rate_hca", heavy, f"the ratio that compress_ratios has, {others[0]!r}")
+        data.pop("compress_rate_hca", None)
+        if types is None and rates:
+            cls._check_rates(rates, ratios)
         if types is not None and isinstance(rates, dict):
             rates = {_V4_LAYER_TYPES[1]: 4, _V4_LAYER_TYPES[2]: 128} | rates  # the released defaults
             if isinstance(types, list | tuple) and not set(map(str, types)) <= set(_V4_LAYER_TYPES):
@@ -548,6 +606,17 @@ class V4Config(CompressedConfig):
             data["num_hash_layers"] = hashed
         return super()._respell(data)
 
+    @classmethod
+    def _check_rates(cls, rates: Any, ratios: Any) -> None:
+        """`compress_rates` beside `compress_ratios`, without `layer_types`: each ratio has to be one of the rates."""
+        cls._ratios([], rates)
+        if isinstance(ratios, list | tuple) and all(kind in _V4_LAYER_TYPES for kind in rates):
+            csa = rates.get(_V4_LAYER_TYPES[1], 4)
+            heavy = rates.get(_V4_LAYER_TYPES[2])
+            for ratio in ratios:
+                if (heavy is None and ratio == 4 != csa) or (heavy is not None and ratio not in (0, csa, heavy)):
+                    raise ConfigError("compress_ratios", ratio, f"0 or a ratio of compress_rates, {rates}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class V41Config(CompressedConfig):
@@ -557,7 +626,7 @@ class V41Config(CompressedConfig):
 
     kv_source_layer_ids: tuple[int, ...] = ids()
     index_source_layer_ids: tuple[int, ...] = ids()
-    candidate_source_layer_id: int | None = count(None, low=-1, high=10_000, optional=True)
+    candidate_source_layer_id: int = count(-1, low=-1, high=10_000)
     candidate_topk_blocks: int = count(0, low=0)
     candidate_block_size: int = count(0, low=0)
     engram_layer_ids: tuple[int, ...] = ids(())
@@ -602,9 +671,7 @@ class V41Config(CompressedConfig):
         missing = [layer for layer in sources if layer not in self.index_source_layer_ids]
         self._require(not missing, "index_source_layer_ids", f"every layer of kv_source_layer_ids, {missing} too")
         candidate = self.candidate_source_layer_id
-        if candidate is not None and candidate < 0:
-            object.__setattr__(self, "candidate_source_layer_id", None)
-        elif candidate is not None:
+        if candidate >= 0:
             self._require(
                 candidate in self.index_source_layer_ids,
                 "candidate_source_layer_id",
@@ -625,8 +692,21 @@ class V41Config(CompressedConfig):
                 )
 
     @classmethod
+    def _check_presence(cls, data: Mapping[str, Any]) -> None:
+        # Without these two the dense path would run, or no table would be counted, and nobody would notice.
+        if data.get("candidate_source_layer_id") is None and data.get("candidate_topk_blocks"):
+            accepted = "the layer that builds the candidate pool, or -1 for none"
+            raise ConfigError("candidate_source_layer_id", Missing(), accepted)
+        for key in ("engram_layer_ids", "engram_num_embeddings"):
+            if data.get(key) is None and data.get("engram_n_heads"):
+                raise ConfigError(key, Missing(), "a list with an entry for each Engram layer, empty for none")
+
+    @classmethod
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
         data["model_type"] = "deepseek_v41"
+        mlp_types = data.pop("mlp_layer_types", None)
+        if mlp_types is not None and list(mlp_types) != ["moe"] * data.get("num_hidden_layers", 0):
+            raise ConfigError("mlp_layer_types", mlp_types, "moe for every layer")
         return super()._respell(data)
 
 
@@ -685,7 +765,7 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     except (OSError, ValueError):
         known = False
     if not known and isinstance(source, str) and os.sep not in source and not source.endswith(".json"):
-        near = difflib.get_close_matches(source.lower(), (*PRESETS, *ALIASES), n=1)
+        near = difflib.get_close_matches(source.lower()[:80], (*PRESETS, *ALIASES), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError("model", source, f"{', '.join(PRESETS)}, or the path of a config.json{hint}")
     label = path.parent.name if path.name == "config.json" else path.stem
@@ -705,11 +785,13 @@ def _dispatch(data: dict[str, Any], name: str) -> Config:
     if isinstance(data.get("text_config"), Mapping):
         nested = dict(data["text_config"])
         outer, inner = data.get("model_type"), nested.get("model_type")
-        if outer is not None and inner is not None and inner not in (outer, f"{outer}_text"):
+        if outer in _BY_TYPE and inner is not None and inner not in (outer, f"{outer}_text"):
             raise ConfigError("text_config.model_type", inner, f"{outer} or {outer}_text, as the file's model_type")
-        for key, value in nested.items():
-            if key in data and key in ("hidden_size", "num_hidden_layers", "vocab_size") and data[key] != value:
-                raise ConfigError(key, data[key], f"the value in text_config, {value!r}, or none")
+        known = {field.name for family in FAMILIES for field in dataclasses.fields(family)} - {"model_type", "name"}
+        for key in sorted((known | set(_MECHANISM_FIELDS)) & set(data)):
+            if data[key] is not None and nested.get(key) not in (None, data[key]):
+                raise ConfigError(key, data[key], f"the value in text_config, {shorten(nested[key])}, or none")
+            nested[key] = data[key] if nested.get(key) is None else nested[key]
         data = nested | {"model_type": outer if outer is not None else inner}
     elif data.get("text_config") is not None:
         raise ConfigError("text_config", data["text_config"], "an object")
@@ -718,7 +800,9 @@ def _dispatch(data: dict[str, Any], name: str) -> Config:
         raise ConfigError("model_type", Missing(), ", ".join(_BY_TYPE))
     key = model_type.removesuffix("_text") if model_type == "deepseek_v41_text" else model_type
     if not isinstance(key, str) or key not in _BY_TYPE:
-        near = difflib.get_close_matches(str(model_type), _BY_TYPE, n=1)
+        near = difflib.get_close_matches(str(model_type)[:80].lower(), _BY_TYPE, n=1, cutoff=0.8)
+        if model_type in ("mixtral", "ministral"):  # models of their own, not a slip of the pen
+            near = []
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError("model_type", model_type, f"{', '.join(_BY_TYPE)}{hint}")
     data["model_type"] = key

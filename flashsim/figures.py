@@ -311,7 +311,7 @@ def ladder() -> Drawing:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "experts, FFN, router": ("dense_ffn", "routed_experts", "shared_experts", "router"),
     "q, kv, o projections": (
-        *("q_projection", "kv_projection", "absorbed_up_projection"),
+        *("q_projection", "kv_projection", "up_projection"),
         *("o_projection", "o_projection_group", "o_projection_output"),
     ),
     "attention scores, values": ("attention", "attention_window", "attention_selected", "attention_compressed"),

@@ -12,25 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
-from flashsim.config import CompressedConfig, Config, GQAConfig, MLAConfig, MoEConfig, V4Config, V41Config
+from flashsim.config import CompressedConfig, Config, GQAConfig, MLAConfig, MoEConfig, V4Config, V41Config, load_config
 from flashsim.formula import Formula, Number
 from flashsim.report import Part, Report, build, field_names
 from flashsim.schedule import LayerPlan, last_kv_source, layer_plan
-from flashsim.units import plain
+from flashsim.units import number, parse_context, plain
 
-WEIGHTS: Mapping[str, Fraction] = {
-    "fp32": Fraction(1),
-    "bf16": Fraction(1),
-    "fp8": Fraction(1, 2),
-    "fp4": Fraction(1, 4),
-}
+WEIGHTS: Mapping[str, Fraction] = MappingProxyType(
+    {"fp32": Fraction(1), "bf16": Fraction(1), "fp8": Fraction(1, 2), "fp4": Fraction(1, 4)}
+)
 """Weight of one FLOP by the precision of the product (V4.1 report, Figure 2 caption; FP32 is BF16 class)."""
 
 
+MAX_WEIGHT = 10**6
+"""The largest weight of a precision that is taken."""
+
+
 class FlopsReport(Report):
-    """FLOPs with the weighted sums of Figure 2."""
+    """FLOPs with the weighted sums of Figure 2. `weights` holds the weights that its sums use where none are given."""
+
+    weights: Mapping[str, Fraction] = WEIGHTS
+
+    def with_weights(self, weights: Mapping[str, Number] | None) -> FlopsReport:
+        """The same report with other weights, such as `{"fp4": Fraction(1, 2)}`."""
+        copy = self._with_rows(self.rows)
+        copy.weights = MappingProxyType(self._weights(weights))
+        return copy
 
     def weighted_total(self, weights: Mapping[str, Number] | None = None) -> Any:
         """Sum of raw FLOPs times the weight of their precision, exact; `weights` changes some of `WEIGHTS`.
@@ -38,7 +48,7 @@ class FlopsReport(Report):
         Raises:
             ValueError: a precision without a weight.
         """
-        weights = _weights(weights)
+        weights = self._weights(weights)
         total = [Fraction(0)] * len(self.contexts)
         for precision, values in self._sums(lambda row: row.precision).items():
             total = [t + weights[precision] * v for t, v in zip(total, values, strict=True)]
@@ -46,7 +56,7 @@ class FlopsReport(Report):
 
     def weighted_by(self, *keys: str, weights: Mapping[str, Number] | None = None) -> dict[Any, Any]:
         """Weighted sums by `component`, `layer` or `precision`."""
-        weights = _weights(weights)
+        weights = self._weights(weights)
         result: dict[Any, list] = {}
         for (precision, *name), values in self.by("precision", *keys).items():
             values = [values] if self.single else values
@@ -55,14 +65,32 @@ class FlopsReport(Report):
             result[name] = [t + weights[precision] * v for t, v in zip(so_far, values, strict=True)]
         return {name: self._shape(values) for name, values in result.items()}
 
+    def _weights(self, changes: Mapping[str, Number] | None) -> dict[str, Fraction]:
+        weights = dict(self.weights)
+        for precision, weight in (changes or {}).items():
+            if precision not in WEIGHTS:
+                raise ValueError(f"precision is {precision!r}; accepted: {', '.join(WEIGHTS)}")
+            number = isinstance(weight, int | float | Fraction) and not isinstance(weight, bool)
+            if not (number and 0 <= weight <= MAX_WEIGHT):
+                raise ValueError(f"weight of {precision} is {weight}; accepted: a number from 0 to {MAX_WEIGHT:,}")
+            weights[precision] = Fraction(weight)
+        return weights
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = super().table()
+        for row in rows:
+            row["weighted_value"] = plain(self.weights[row["precision"]] * Fraction(row["value"]))
+        return rows
+
     def __str__(self) -> str:
-        totals = self.weighted_total()
-        shown = [totals] if self.single else totals
-        lines = [
-            f"weighted{'' if self.single else f' at N = {context:,}'}: {plain(value):,} FLOPs"
-            for context, value in zip(self.contexts, shown, strict=True)
-        ]
-        return "\n".join([super().__str__(), *lines])
+        lines = [super().__str__()]
+        by_precision = {key: [v] if self.single else v for key, v in self.by("precision").items()}
+        for i, context in enumerate(self.contexts):
+            sums = [f"{self.weights[key]} x {number(values[i])} {key}" for key, values in by_precision.items()]
+            value = self.weighted_total() if self.single else self.weighted_total()[i]
+            at = "" if self.single else f" at N = {context:,}"
+            lines.append(f"weighted{at}: {' + '.join(sums)} = {number(value)} FLOPs")
+        return "\n".join(lines)
 
     def to_json(self, weights: Mapping[str, Number] | None = None) -> dict[str, Any]:
         """The JSON of `flashsim flops`: lists with one value per context, rows by component and precision."""
@@ -73,27 +101,13 @@ class FlopsReport(Report):
             "contexts": list(self.contexts),
             "raw_flops": [plain(v) for v in listed.total()],
             "weighted_flops": [plain(v) for v in listed.weighted_total(weights)],
-            "weights": {precision: plain(weight) for precision, weight in _weights(weights).items()},
+            "weights": {precision: plain(weight) for precision, weight in self._weights(weights).items()},
             "rows": [
                 {"component": component, "precision": precision, "raw_flops": [plain(v) for v in values]}
                 for (component, precision), values in listed.by("component", "precision").items()
             ],
             "notes": list(self.notes),
         }
-
-
-def _weights(changes: Mapping[str, Number] | None) -> dict[str, Fraction]:
-    weights = dict(WEIGHTS)
-    for precision, weight in (changes or {}).items():
-        if precision not in WEIGHTS:
-            raise ValueError(f"weight of {precision!r}; accepted: {', '.join(WEIGHTS)}")
-        good = (
-            isinstance(weight, int | float | Fraction) and not isinstance(weight, bool) and 0 <= weight < float("inf")
-        )
-        if not good:
-            raise ValueError(f"weight of {precision} is {weight!r}; accepted: a number from 0")
-        weights[precision] = Fraction(weight)
-    return weights
 
 
 def decode_flops(
@@ -119,8 +133,8 @@ def decode_flops(
     >>> round(decode_flops(load_config("v4.1-flash"), 4096).weighted_total() / 10**9, 1)
     20.2
     """
-    names = _names(config)
-    changes = _precision_changes(config, precision)
+    config = load_config(config)
+    names, changes = _names(config), _precision_changes(config, precision)
     return build(
         config,
         context,
@@ -145,6 +159,7 @@ def prefill_flops_per_token(
 
     Source: V4.1 report 2.2 and 3.2.2; DeepSeek-V2, 2.1, for the two forms of MLA.
     """
+    config = load_config(config)
     boundary, changes = last_kv_source(config), _precision_changes(config, precision)
 
     def parts(plan: LayerPlan) -> list[Part]:
@@ -175,6 +190,7 @@ def prefill_flops(
 
     Source: V4.1 report 2.2 and 3.2.2.
     """
+    config = load_config(config)
     boundary, changes = last_kv_source(config), _precision_changes(config, precision)
     names = _names(config)
     if tail is None:
@@ -196,9 +212,10 @@ def prefill_flops(
             elif decoder and not source:
                 windowed = part.component == "attention_window"
                 count = Formula.of(part.formula).count(fields).over_rows(tail, replayed=windowed)
-                rows = f"the last {tail} rows"
+                # A window that starts with the tail: its j-th row sees j keys, as the j-th row of a prompt does.
+                rows = f"i = 1..{tail} of the tail" if windowed else f"i = N - {tail - 1}..N"
             else:
-                count, rows = Formula.of(part.formula).count(fields).over_rows(), "rows 1..N"
+                count, rows = Formula.of(part.formula).count(fields).over_rows(), "i = 1..N"
             result.append(part._replace(count=count, tier=rows))
         return _with_precision(result, changes)
 
@@ -224,8 +241,9 @@ def prefill_flops(
 _SOURCE_COMPONENTS = ("compressor", "indexer_key")
 _INDEX_KEYS = "2 * head_dim * index_head_dim * (N // compress_ratio)"
 
-_V1 = "DeepSeek LLM (arXiv 2401.02954), Table 2"
+_V1 = "grouped-query attention (arXiv 2305.13245); DeepSeek LLM (arXiv 2401.02954), Table 2"
 _V2 = "DeepSeek-V2 (arXiv 2405.04434), 2.1"
+_V2_UP = f"{_V2}; folded into query and output at decode (absorbed), applied to every token at prefill (naive)"
 _V32 = "DeepSeek-V3.2, sparse attention with a lightning indexer"
 _V4 = "DeepSeek-V4 report (arXiv 2606.19348), 2.2-2.3"
 _V41 = "DeepSeek-V4.1-Flash report (arXiv 2609.19969), 2.2-2.4"
@@ -245,8 +263,8 @@ def _precision_changes(config: Config, changes: Mapping[str, str] | None) -> Map
         known |= {part.component for part in _layer(config, plan)}
     for component, precision in changes.items():
         if component not in known:
-            raise ValueError(f"precision of {component!r}; accepted: {', '.join(sorted(known))}")
-        if precision not in WEIGHTS:
+            raise ValueError(f"component is {component!r}; accepted: {', '.join(sorted(known))}")
+        if not isinstance(precision, str) or precision not in WEIGHTS:
             raise ValueError(f"precision of {component} is {precision!r}; accepted: {', '.join(WEIGHTS)}")
     return changes
 
@@ -271,14 +289,7 @@ def _prompt_layer(config: Config, plan: LayerPlan) -> list[Part]:
     if plan.attention != "mla":
         return parts
     naive = "2 * num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim + v_head_dim) * N"
-    renamed = {"absorbed_up_projection": "up_projection"}
-    return [
-        part._replace(
-            component=renamed.get(part.component, part.component),
-            formula=naive if part.component == "attention" else part.formula,
-        )
-        for part in parts
-    ]
+    return [part._replace(formula=naive) if part.component == "attention" else part for part in parts]
 
 
 def _head(config: Config) -> Part:
@@ -321,7 +332,7 @@ def _mla(config: MLAConfig, plan: LayerPlan) -> list[Part]:
     parts = [
         Part("q_projection", query, linear, source=_V2),
         Part("kv_projection", "2 * hidden_size * (kv_lora_rank + qk_rope_head_dim)", linear, source=_V2),
-        Part("absorbed_up_projection", f"{heads} * kv_lora_rank * (qk_nope_head_dim + v_head_dim)", "bf16", source=_V2),
+        Part("up_projection", f"{heads} * kv_lora_rank * (qk_nope_head_dim + v_head_dim)", "bf16", source=_V2_UP),
         Part("attention", f"{heads} * (kv_lora_rank + qk_rope_head_dim + kv_lora_rank) * {keys}", "bf16", source=_V2),
         Part("o_projection", f"{heads} * v_head_dim * hidden_size", linear, source=_V2),
     ]
@@ -435,6 +446,8 @@ def crossing(config: Config, other: Config, low: int = 4096, high: int = 2**20) 
     >>> crossing(load_config("v4.1-flash"), load_config("v4-flash"))
     107648
     """
+
+    low, high = parse_context(low), parse_context(high)
 
     def behind(context: int) -> bool:
         ours, theirs = (decode_flops(each, context).weighted_total() for each in (config, other))

@@ -46,7 +46,9 @@ class BlockFormat:
         if self.block_size is None or width == 0:
             return 0
         if width > self.block_size and width % self.block_size:
-            raise LayoutError(f"width is {width}; {self.name} accepts multiples of its block of {self.block_size}")
+            raise LayoutError(
+                f"a vector of {width} in {self.name}; accepted: multiples of its block of {self.block_size}"
+            )
         return max(width // self.block_size, 1)
 
     def nbytes(self, width: int) -> int:
@@ -57,7 +59,7 @@ class BlockFormat:
         """
         elements = Fraction(width * self.element_bits, 8)
         if elements.denominator != 1:
-            raise LayoutError(f"width is {width}; {self.name} accepts widths that fill whole bytes")
+            raise LayoutError(f"a vector of {width} in {self.name}; accepted: widths that fill whole bytes")
         scales = -(-self.scales(width) * self.scale_bits // 8)
         return int(elements) + -(-scales // self.scale_alignment) * self.scale_alignment
 
@@ -95,11 +97,20 @@ class Record:
     """One cached record: vectors of given widths, each in its block format."""
 
     parts: tuple[tuple[int, BlockFormat], ...]
+    field: str = "width"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the record, an exact integer."""
-        return sum(form.nbytes(width) for width, form in self.parts)
+        """Bytes of the record, an exact integer.
+
+        Raises:
+            LayoutError: naming the config field whose width does not fit its format.
+        """
+        try:
+            return sum(form.nbytes(width) for width, form in self.parts)
+        except LayoutError as error:
+            total = sum(width for width, _ in self.parts)
+            raise LayoutError(f"{self.field} is {total} channels in all: {error}") from None
 
     @property
     def precision(self) -> str:
@@ -143,7 +154,7 @@ class Layout:
     def __post_init__(self):
         for field in ("main", "index", "window"):
             name = getattr(self, field)
-            if name is not None and name not in ENCODINGS:
+            if name is not None and not (isinstance(name, str) and name in ENCODINGS):
                 raise LayoutError(f"layout {field} is {name!r}; accepted: {', '.join(ENCODINGS)}")
 
     @staticmethod
@@ -187,8 +198,12 @@ class Layout:
             result = replace(result, **changes)
         return result
 
+    def __str__(self) -> str:
+        set_kinds = [(kind, getattr(self, kind)) for kind in ("main", "index", "window")]
+        return ",".join(f"{kind}={name}" for kind, name in set_kinds if name is not None) or "released"
 
-def encode(encoding: str, width: int, rope_width: int = 0) -> Record:
+
+def encode(encoding: str, width: int, rope_width: int = 0, field: str = "width") -> Record:
     """The record of a vector of `width` channels, of which the last `rope_width` carry RoPE.
 
     >>> encode("v4", 512, 64).nbytes, encode("fp8+bf16rope", 576, 64).nbytes, encode("fp4", 512, 64).nbytes
@@ -196,5 +211,5 @@ def encode(encoding: str, width: int, rope_width: int = 0) -> Record:
     """
     body, rope = ENCODINGS[encoding]
     if rope is None:
-        return Record(((width, body),))
-    return Record(((width - rope_width, body), (rope_width, rope)))
+        return Record(((width, body),), field)
+    return Record(((width - rope_width, body), (rope_width, rope)), field)

@@ -11,10 +11,19 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from flashsim.config import CompressedConfig, Config, DSAConfig, GQAConfig, MLAConfig, V4Config, V41Config
-from flashsim.formats import BF16, ENCODINGS, FP32, Layout, Record, encode
+from flashsim.config import (
+    CompressedConfig,
+    Config,
+    DSAConfig,
+    GQAConfig,
+    MLAConfig,
+    V4Config,
+    V41Config,
+    load_config,
+)
+from flashsim.formats import BF16, ENCODINGS, FP32, Layout, LayoutError, Record, encode
 from flashsim.report import Part, Report, Row, build
-from flashsim.schedule import LayerPlan
+from flashsim.schedule import LayerPlan, layer_plan
 from flashsim.units import number, plain
 
 
@@ -24,6 +33,8 @@ class ParallelError(ValueError):
 
 class KVReport(Report):
     """Stored bytes, with the sums that are asked for most."""
+
+    tiers = ("global", "window", "state")
 
     def per_token_bytes(self) -> int | Fraction:
         """Bytes one more token adds: each global record divided by the tokens it stands for (Figure 1(b))."""
@@ -35,6 +46,8 @@ class KVReport(Report):
 
     def tier_bytes(self, tier: str) -> Any:
         """Bytes of one tier: `global`, `window` or `state`."""
+        if tier not in self.tiers:
+            raise ValueError(f"tier is {tier!r}; accepted: {', '.join(self.tiers)}")
         return self.by("tier").get(tier, 0 if self.single else [0] * len(self.contexts))
 
     def __str__(self) -> str:
@@ -53,7 +66,7 @@ class KVReport(Report):
         """The JSON of `flashsim kv`: one document per context."""
         documents = []
         for i, context in enumerate(self.contexts):
-            tiers = {tier: self._sums(lambda row: row.tier).get(tier) for tier in ("global", "window", "state")}
+            tiers = {tier: self._sums(lambda row: row.tier).get(tier) for tier in self.tiers}
             sizes = {tier: plain(values[i]) if values else 0 for tier, values in tiers.items()}
             documents.append(
                 {
@@ -73,6 +86,8 @@ class KVReport(Report):
                             "tokens_per_record": row.tokens_per_record,
                             "records": row.records[i],
                             "bytes": plain(row.values[i]),
+                            "formula": row.formula,
+                            "source": row.source,
                         }
                         for row in self.rows
                     ],
@@ -106,14 +121,16 @@ def kv_cache(
     >>> kv_cache(load_config("v4.1-flash")).per_token_bytes()
     890
     """
-    layout = Layout.of(layout)
-    names = _rank_names(config, tensor_parallel)
-    ranks = f" on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
+    config, layout = load_config(config), Layout.of(layout)
+    check_layout(config, layout)
+    names = rank_names(config, tensor_parallel)
+    where = f" on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
+    where += f", layout {layout}" if layout != Layout() else ""
     return build(
         config,
         context,
         lambda plan: _parts(config, plan, layout, names),
-        title=f"{config.name}: KV bytes stored by one sequence of N tokens{ranks}",
+        title=f"{config.name}: KV bytes stored by one sequence of N tokens{where}",
         unit="bytes",
         report=KVReport,
     )
@@ -138,15 +155,15 @@ def main_record(config: Config, layout: Layout | str | None = None, kv_heads: in
     if isinstance(config, GQAConfig):
         width = (kv_heads or config.num_key_value_heads) * config.head_dim
         body = ENCODINGS[layout.main or "bf16"][0]
-        return Record(((width, body), (width, body)))
+        return Record(((width, body), (width, body)), "num_key_value_heads x head_dim")
     if isinstance(config, MLAConfig):
         released = "fp8+bf16rope" if isinstance(config, DSAConfig) else "bf16"
         width = config.kv_lora_rank + config.qk_rope_head_dim
         if (layout.main or released) == "bf16":
             return Record(((config.kv_lora_rank, BF16), (config.qk_rope_head_dim, BF16)))
-        return encode(layout.main or released, width, config.qk_rope_head_dim)
+        return encode(layout.main or released, width, config.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim")
     released = "v4" if isinstance(config, V4Config) else "fp4"
-    return encode(layout.main or released, config.head_dim, config.qk_rope_head_dim)
+    return encode(layout.main or released, config.head_dim, config.qk_rope_head_dim, "head_dim")
 
 
 def window_record(config: Config, layout: Layout | str | None = None, kv_heads: int | None = None) -> Record:
@@ -155,20 +172,20 @@ def window_record(config: Config, layout: Layout | str | None = None, kv_heads: 
     if isinstance(config, GQAConfig):
         return main_record(config, Layout(main=layout.window), kv_heads)
     released = "v4" if isinstance(config, V4Config) else "mxfp8"
-    return encode(layout.window or released, config.head_dim, config.qk_rope_head_dim)
+    return encode(layout.window or released, config.head_dim, config.qk_rope_head_dim, "head_dim")
 
 
 def index_record(config: Config, layout: Layout | str | None = None) -> Record:
     """The record of one indexer key."""
     layout = Layout.of(layout)
     released = "fp8" if isinstance(config, DSAConfig) else "mxfp4"
-    return encode(layout.index or released, config.index_head_dim)
+    return encode(layout.index or released, config.index_head_dim, field="index_head_dim")
 
 
 _RECORD_SOURCES = {
-    GQAConfig: "DeepSeek LLM (arXiv 2401.02954), Table 2: grouped-query attention, K and V in BF16",
+    GQAConfig: "grouped-query attention (arXiv 2305.13245), K and V in BF16; DeepSeek LLM (arXiv 2401.02954), Table 2",
     MLAConfig: "DeepSeek-V2 (arXiv 2405.04434), 2.1: one latent and one RoPE key for all heads",
-    DSAConfig: "FlashMLA README: 656 bytes = 512 FP8 + 16 scale + 128 RoPE; vLLM pull request 48993: indexer key",
+    DSAConfig: "FlashMLA README: 656 bytes, of which 512 FP8, 16 scales, 128 RoPE; vLLM pull request 48993: indexer key",
     V4Config: "FlashMLA README: 584 bytes; vLLM pull request 48993: 68-byte indexer key",
     V41Config: "FlashMLA README and pull request 221: 288 and 528 bytes; V4.1 report 2.4.4",
 }
@@ -189,13 +206,27 @@ def _parts(config: Config, plan: LayerPlan, layout: Layout, names: Mapping[str, 
         parts.append(part._replace(record=about + record.describe(), names=names))
 
     source = _RECORD_SOURCES[kind]
-    about = f"K and V, {heads} KV heads x {config.head_dim} each: " if isinstance(config, GQAConfig) else ""
+    about = ""
+    if isinstance(config, GQAConfig):
+        about = f"K and V, {heads} KV heads (num_key_value_heads) x {config.head_dim} (head_dim) each: "
+    elif isinstance(config, MLAConfig):
+        about = "latent (kv_lora_rank) and RoPE key (qk_rope_head_dim): "
+    else:
+        about = "one vector (head_dim), key and value of all heads: "
     if plan.owns_kv:
         records = "N" if plan.compress_ratio == 1 else "(N // compress_ratio)"
         record = main_record(config, layout, heads)
         stored("main_kv", "global", record, records, plan.compress_ratio, source, about)
         if plan.owns_index_keys:
-            stored("index_key", "global", index_record(config, layout), records, plan.compress_ratio, source)
+            stored(
+                "index_key",
+                "global",
+                index_record(config, layout),
+                records,
+                plan.compress_ratio,
+                source,
+                "index_head_dim: ",
+            )
     if plan.window is not None:
         stored("window_kv", "window", window_record(config, layout, heads), "min(N, sliding_window)", 1, source, about)
     if isinstance(config, CompressedConfig) and plan.owns_kv:
@@ -231,7 +262,19 @@ def _state(config: CompressedConfig, plan: LayerPlan) -> list[tuple[str, str, in
     return []
 
 
-def _rank_names(config: Config, ranks: int) -> dict[str, int]:
+def check_layout(config: Config, layout: Layout) -> None:
+    """Refuses a layout for records that the model does not have; `bf16` for everything is let through."""
+    plans = layer_plan(config)
+    for kind, there in (
+        ("index", any(plan.owns_index_keys for plan in plans)),
+        ("window", any(plan.window for plan in plans)),
+    ):
+        name = getattr(layout, kind)
+        if not there and name not in (None, "bf16", layout.main):
+            raise LayoutError(f"layout {kind} is {name!r}; accepted: released, as {config.name} has no {kind} records")
+
+
+def rank_names(config: Config, ranks: int) -> dict[str, int]:
     heads = config.num_attention_heads
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or heads % ranks:
         raise ParallelError(f"tensor_parallel is {ranks!r}; accepted: a divisor of num_attention_heads, {heads}")
@@ -274,6 +317,7 @@ def kv_reserved(
     if isinstance(page_records, bool) or not isinstance(page_records, int) or page_records < 1:
         raise ValueError(f"page_records is {page_records!r}; accepted: a whole number from 1")
     stored = kv_cache(config, context, layout=layout, tensor_parallel=tensor_parallel)
+    config = load_config(config)
     alignment = PAGE_ALIGNMENT.get(type(config), 1)
     plans = {}
     if isinstance(config, CompressedConfig):
@@ -296,7 +340,7 @@ def kv_reserved(
             page = -(-page_records * row.bytes_per_record // alignment) * alignment
             records = tuple(-(-n // page_records) * page_records for n in wanted)
             values = tuple(n // page_records * page for n in records)
-            text = f"pages of {page_records} records, {page:,} bytes each"
+            text = f"ceil(records / {page_records}) pages of {page:,} bytes"
         return row._replace(values=values, records=records, formula="whole pages, rings and buffers", numbers=text)
 
     memo: dict[Row, Row | None] = {}

@@ -85,7 +85,7 @@ def _steps():
 
     # V4.1's schedule with a cache of its own in every layer, still in V4's records.
     owners = tuple(layer for layer, ratio in enumerate(v41.compress_ratios) if ratio)
-    own = replace(v41, kv_source_layer_ids=owners, index_source_layer_ids=owners, candidate_source_layer_id=None)
+    own = replace(v41, kv_source_layer_ids=owners, index_source_layer_ids=owners, candidate_source_layer_id=-1)
     yield "40 layers, pooled by 2 and by 1", "compressed attention", None, own, "main=v4"
     yield "entries in FP4", "block formats", None, own, None
     boundary = max(v41.kv_source_layer_ids)

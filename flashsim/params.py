@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashsim.config import CompressedConfig, Config, DSAConfig, GQAConfig, MLAConfig, MoEConfig, V4Config, V41Config
+from flashsim.config import (
+    CompressedConfig,
+    Config,
+    DSAConfig,
+    GQAConfig,
+    MLAConfig,
+    MoEConfig,
+    V4Config,
+    V41Config,
+    load_config,
+)
 from flashsim.report import Part, Report, build
 from flashsim.schedule import LayerPlan, last_kv_source
 
@@ -20,10 +30,6 @@ ENGRAM_TABLES = "engram_tables"
 
 class ParamsReport(Report):
     """Parameter counts. `tier` says how a component is used: `always`, `routed`, `looked up`, `head` or `norm`."""
-
-    def __init__(self, *args: Any, **keywords: Any):
-        super().__init__(*args, **keywords)
-        self.config: Config | None = None
 
     def total_parameters(self) -> int:
         """Parameters of the backbone, Engram projections included, Engram tables not: the published totals."""
@@ -105,6 +111,7 @@ def parameters(config: Config) -> ParamsReport:
     >>> report.total_parameters(), report.engram_parameters(), report.active(), report.active("prefill")
     (551880835184, 196613849600, 16130595952, 7895575352)
     """
+    config = load_config(config)
     report = build(
         config,
         1,
@@ -114,7 +121,6 @@ def parameters(config: Config) -> ParamsReport:
         whole_model=_ends(config),
         report=ParamsReport,
     )
-    report.config = config
     report.notes = ()
     return report
 

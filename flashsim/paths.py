@@ -50,8 +50,19 @@ def write_files(out: str | os.PathLike[str], contents: Mapping[str, bytes]) -> l
             if (folder / name).is_dir():
                 raise ValueError(f"with a folder {name} in it")
             (staging / name).write_bytes(content)
-        for name in contents:
-            os.replace(staging / name, folder / name)
+        moved: list[str] = []
+        try:
+            for name in contents:
+                if (folder / name).exists():
+                    os.replace(folder / name, staging / f"{name}.before")
+                moved.append(name)
+                os.replace(staging / name, folder / name)
+        except OSError:
+            for name in moved:  # put back what was there
+                (folder / name).unlink(missing_ok=True)
+                if (staging / f"{name}.before").exists():
+                    os.replace(staging / f"{name}.before", folder / name)
+            raise
         made = []
         return [folder / name for name in contents]
     except (OSError, TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from flashsim.config import CompressedConfig, Config, V4Config, V41Config
+from flashsim.config import CompressedConfig, Config, V4Config, V41Config, load_config
 from flashsim.formats import Layout
 from flashsim.formula import Number
 from flashsim.kv_cache import kv_cache, window_record
@@ -44,6 +44,7 @@ def persistent_cache(
     >>> persistent_cache(load_config("v4-flash"), 1829).by("tier")["window"]
     6428672
     """
+    config = load_config(config)
     if snapshots is None:
         snapshots = SNAPSHOTS_PER_REQUEST if isinstance(config, V4Config) else 0
     if isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 0:
@@ -99,6 +100,8 @@ def pool_sequences(config: V41Config, host_bytes: int, *, share: Fraction = Frac
     """Sequences whose encoder windows fit into the pool: `share` (10 %) of a machine's host memory (V4.1 report
     3.2.1).
     """
+    if not isinstance(config, V41Config):
+        raise ValueError(f"model_type is {config.model_type!r}; accepted: deepseek_v41, which pools encoder windows")
     return int(host_bytes * share // window_snapshot_bytes(config, half="encoder"))
 
 
@@ -111,6 +114,8 @@ def turn_tokens_for_window_share(config: V4Config, share: Number) -> Fraction:
     >>> round(turn_tokens_for_window_share(load_config("v4-flash"), Fraction(1, 2)))
     1829
     """
+    if not isinstance(config, V4Config):
+        raise ValueError(f"model_type is {config.model_type!r}; accepted: deepseek_v4, which stores window snapshots")
     share = Fraction(share)
     if not 0 < share < 1:
         raise ValueError(f"share is {share}; accepted: a number between 0 and 1")
@@ -140,5 +145,9 @@ def replay_tokens(config: CompressedConfig) -> dict[str, int]:
     >>> replay_tokens(load_config("v4.1-flash"))
     {'none': 0, 'bounded': 128, 'exact': 5120}
     """
+    if not isinstance(config, CompressedConfig):
+        raise ValueError(
+            f"model_type is {config.model_type!r}; accepted: deepseek_v4, deepseek_v41, which have windows"
+        )
     windowed = sum(1 for plan in layer_plan(config) if plan.window)
     return {"none": 0, "bounded": config.sliding_window, "exact": windowed * config.sliding_window}

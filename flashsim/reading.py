@@ -98,8 +98,8 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ConfigError(twice, Words("given twice in the file"), "each key once")
     return result
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import html
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from flashsim.config import Config
+from flashsim.config import Config, load_config
 from flashsim.formula import Count, Formula, Number
 from flashsim.schedule import LayerPlan, layer_plan
 from flashsim.units import number, parse_contexts, plain
@@ -58,7 +60,9 @@ class Part(NamedTuple):
 
 
 class Report:
-    """Rows with their contexts. Immutable by convention; every method returns new objects."""
+    """Rows with their contexts, and the config they are of. Every method returns new objects."""
+
+    tiers: tuple[str, ...] = ()  # tiers that a report may have, whether or not this one does
 
     def __init__(
         self,
@@ -70,10 +74,11 @@ class Report:
         single: bool = True,
         model: str = "",
         notes: Iterable[str] = (),
+        config: Config | None = None,
     ):
         self.title, self.unit, self.model = title, unit, model
         self.rows, self.contexts, self.notes = tuple(rows), tuple(contexts), tuple(notes)
-        self.single = single
+        self.single, self.config = single, config
 
     # --- sums -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class Report:
             ValueError: a key that is none of these.
         """
         accepted = ("component", "layer", "tier", "precision")
-        for key in keys:
+        for key in keys or (None,):
             if key not in accepted:
                 raise ValueError(f"by is {key!r}; accepted: {', '.join(accepted)}")
         if len(keys) == 1:
@@ -117,7 +122,15 @@ class Report:
         return {name: self._shape(values) for name, values in sums.items()}
 
     def where(self, **conditions: Any) -> Report:
-        """The same report with the rows that match, such as `report.where(tier="global")`."""
+        """The same report with the rows that match, such as `report.where(tier="global")`.
+
+        Raises:
+            ValueError: a key that `by` does not have either, or a value that no row has.
+        """
+        for key, value in conditions.items():
+            there = list(self.by(key)) + list(self.tiers if key == "tier" else ())
+            if value not in there:
+                raise ValueError(f"{key} is {value!r}; accepted: {', '.join(map(str, there))}")
         rows = [row for row in self.rows if all(getattr(row, key) == value for key, value in conditions.items())]
         return self._with_rows(rows)
 
@@ -141,6 +154,7 @@ class Report:
             "contexts": list(self.contexts),
             "single": self.single,
             "notes": list(self.notes),
+            "config": None if self.config is None else self.config.to_dict(),
             "total": [_exact(v) for v in self._sums(lambda row: None).get(None, [0] * len(self.contexts))],
             "rows": [
                 {
@@ -169,6 +183,7 @@ class Report:
             single=data["single"],
             model=data["model"],
             notes=data["notes"],
+            config=None if data["config"] is None else replace(load_config(data["config"]), name=data["model"]),
         )
         return report
 
@@ -214,13 +229,13 @@ class Report:
             lines.append(f"{row.component}{where}, {_layers([r.layer for r in rows])}")
             if row.record:
                 lines.append(f"    record: {row.record} = {number(row.bytes_per_record)} bytes")
-            lines.append(f"    {row.formula}")
+            lines.append(f"    {row.formula}  ({row.source})" if row.source else f"    {row.formula}")
             for i, context in enumerate(self.contexts):
                 if len(self.contexts) > 3 and i not in (0, last):
                     continue
-                at = f"N = {context:,}: " if len(self.contexts) > 1 or "N" in row.numbers else ""
                 times = f" a layer, x {len(rows)} = {number(len(rows) * row.values[i])}" if len(rows) > 1 else ""
-                lines.append(f"    {at}{row.numbers} = {number(row.values[i])}{times} {row.unit}")
+                filled = re.sub(r"\bN\b", f"{context:,}", row.numbers)
+                lines.append(f"    {filled} = {number(row.values[i])}{times} {row.unit}")
         totals = self._sums(lambda row: None).get(None, [0] * len(self.contexts))
         for context, value in zip(self.contexts, totals, strict=True):
             at = f" at N = {context:,}" if len(self.contexts) > 1 else ""
@@ -272,7 +287,7 @@ def _layers(layers: Sequence[int | None]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    if len(runs) > 3 and len({b[0] - a[0] for a, b in itertools.pairwise(runs)}) == 1 and all(a == b for a, b in runs):
+    if len(runs) > 5 and len({b[0] - a[0] for a, b in itertools.pairwise(runs)}) == 1 and all(a == b for a, b in runs):
         return f"layers {runs[0][0]}, {runs[1][0]}, ..., {runs[-1][0]} ({len(layers)})"
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
     return f"layer{'s' * (len(layers) > 1)} {shown}" + (f" ({len(layers)})" if len(layers) > 1 else "")
@@ -309,15 +324,21 @@ def build(
             kinds[kind] = [_row(part, layer_names, contexts, unit) for part in parts_of(plan)]
         rows += [row._replace(layer=plan.layer) for row in kinds[kind]]
     rows += [_row(part, fields, contexts, unit) for part in whole_model]
-    notes = []
+    notes = list(config.notes)
     beyond = max(contexts)
     if beyond > config.max_position_embeddings:
         notes.append(CONTEXT_WARNING.format(name=config.name, limit=config.max_position_embeddings, context=beyond))
-    return report(title, rows, contexts, unit=unit, single=single, model=config.name, notes=notes)
+    return report(title, rows, contexts, unit=unit, single=single, model=config.name, notes=notes, config=config)
+
+
+def _summed(text: str, rows: str | None) -> str:
+    """A formula of the row i of a prompt, summed over its rows."""
+    return text if rows is None else f"sum over {rows} of " + re.sub(r"\bN\b", "i", text)
 
 
 def _row(part: Part, names: Mapping[str, Number], contexts: Sequence[int], unit: str) -> Row:
     formula = Formula.of(part.formula)
+    summed = part.tier if part.tier and part.tier.startswith("i = ") else None
     names = {**names, **part.names}
     records = None
     if part.bytes_per_record is not None:
@@ -333,8 +354,8 @@ def _row(part: Part, names: Mapping[str, Number], contexts: Sequence[int], unit:
         part.precision,
         values,
         unit,
-        formula.symbols(),
-        formula.numbers(names),
+        _summed(formula.symbols(), summed),
+        _summed(formula.numbers(names), summed),
         part.source,
         part.bytes_per_record,
         part.tokens_per_record,

@@ -127,7 +127,7 @@ def _v41(config: V41Config, layer: int) -> LayerPlan:
     selection = max(source for source in config.index_source_layer_ids if source <= layer)
     candidates = config.candidate_source_layer_id
     role = "full" if kv_source == layer else "reindex" if selection == layer else "reuse"
-    pool = candidates is not None and role == "reindex" and layer > candidates >= kv_source
+    pool = role == "reindex" and layer > candidates >= kv_source
     return LayerPlan(
         layer,
         "csa2",

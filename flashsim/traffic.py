@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashsim.config import Config, V41Config
+from flashsim.config import Config, V41Config, load_config
 from flashsim.formats import MXFP8, Layout
-from flashsim.kv_cache import index_record, main_record, window_record
+from flashsim.kv_cache import check_layout, index_record, main_record, rank_names, window_record
 from flashsim.report import Part, Report, build
 from flashsim.schedule import LayerPlan
 
 _SOURCE = "what the attention of this layer looks at"
 
 
-def decode_read(config: Config, context: Any = 1_000_000, *, layout: Layout | str | Mapping | None = None) -> Report:
+def decode_read(
+    config: Config, context: Any = 1_000_000, *, layout: Layout | str | Mapping | None = None, tensor_parallel: int = 1
+) -> Report:
     """Cache bytes one decode step reads with N tokens visible, the query's own included.
 
         window:   bytes_per_record * min(N, sliding_window)
@@ -33,7 +35,9 @@ def decode_read(config: Config, context: Any = 1_000_000, *, layout: Layout | st
     >>> decode_read(load_config("v3.2"), 100_000).total() == 8_052 * 100_000 + 81_952_768
     True
     """
-    layout = Layout.of(layout)
+    config, layout = load_config(config), Layout.of(layout)
+    check_layout(config, layout)
+    heads = rank_names(config, tensor_parallel).get("num_key_value_heads")
     names = {}
     if isinstance(config, V41Config):
         names["candidate_pool"] = config.candidate_topk_blocks * config.candidate_block_size
@@ -48,14 +52,14 @@ def decode_read(config: Config, context: Any = 1_000_000, *, layout: Layout | st
             result.append(part._replace(record=record.describe()))
 
         if plan.window is not None:
-            read("window_kv", "window", window_record(config, layout), "min(N, sliding_window)")
+            read("window_kv", "window", window_record(config, layout, heads), "min(N, sliding_window)")
         if plan.selection_source is not None:
             if plan.selects:
                 scanned = f"min({inner}, candidate_pool)" if plan.scores_candidates else entries
                 read("index_key", "index", index_record(config, layout), scanned)
             read("main_kv", "main", main_record(config, layout), f"min({inner}, index_topk)")
         elif plan.owns_kv:
-            read("main_kv", "main", main_record(config, layout), entries)
+            read("main_kv", "main", main_record(config, layout, heads), entries)
         return result
 
     return build(
@@ -76,7 +80,8 @@ def decode_write(config: Config, *, layout: Layout | str | Mapping | None = None
     >>> decode_write(load_config("v4.1-flash")).total() == 40 * 528 + 890
     True
     """
-    layout = Layout.of(layout)
+    config, layout = load_config(config), Layout.of(layout)
+    check_layout(config, layout)
 
     def parts(plan: LayerPlan) -> list[Part]:
         result = []

@@ -23,7 +23,7 @@ SUFFIXES = {
 MAX_CONTEXT = 10**9
 """The longest context that is computed, in tokens: a thousand times what any released model was made for."""
 
-_NUMBER = re.compile(r"([+-]?\d[\d_,]*)(\.\d+)?\s*([a-zA-Z]*)\Z", re.ASCII)
+_NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+|\d+))(\.\d+)?\s*([a-zA-Z]*)\Z", re.ASCII)
 
 
 class ContextError(ValueError):

@@ -141,7 +141,7 @@ DERIVED = {
         "deepseek-llm-67b", num_hidden_layers=7, num_attention_heads=6, num_key_value_heads=3, head_dim=80,
         hidden_size=500, intermediate_size=1000, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
     ),
-    "v1 multi-head": changed("deepseek-llm-67b", num_key_value_heads=..., num_hidden_layers=3),
+    "v1 multi-head": changed("deepseek-llm-67b", num_key_value_heads=64, num_hidden_layers=3),
     "llama with sliding layers": changed(
         "deepseek-llm-67b", num_hidden_layers=5, sliding_window=33,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],

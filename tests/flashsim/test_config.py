@@ -237,8 +237,11 @@ def test_v4_layer_types_with_any_rates(csa, hca, types):
 # --- other models' files ----------------------------------------------------------------------------------------------
 
 
-def test_a_llama_without_kv_heads_is_multi_head(derive):
-    assert kv_bytes_per_token(load_config(derive("deepseek-llm-67b", num_key_value_heads=...))) == 8 * 389_120
+def test_kv_heads_are_never_guessed(derive):
+    """A misspelt field must not become multi-head attention, eight times the bytes."""
+    refused(derive("deepseek-llm-67b", num_key_value_heads=..., num_kv_heads=8), "num_key_value_heads is missing")
+    multi_head = load_config(derive("deepseek-llm-67b", num_key_value_heads=64))
+    assert kv_bytes_per_token(multi_head) == 8 * 389_120
 
 
 def test_qwen3_needs_its_head_dim(named):
@@ -290,7 +293,6 @@ def test_sliding_layers_need_a_window(derive):
         ("deepseek_v4_text", "deepseek_v4"),
         ("lama", "llama"),
         ("qwen", "qwen"),
-        ("qwen3_moe", "qwen3"),
         ("deepseek", "deepseek_v"),
     ],
 )
@@ -671,7 +673,7 @@ anything = st.recursive(
     | st.booleans()
     | st.integers(-3, 130)
     | st.integers()
-    | st.sampled_from([2**31, 2**31 + 1, 2**40, 2**63, 10**30, 10_000, 10_001, 1e308, -0.0])
+    | st.sampled_from([2**31, 2**31 + 1, 2**40, 2**63, 10**30, 1000, 1001, 1e308, -0.0])
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(["yarn", "full_attention", "sliding_attention", "hash_moe", "noaux_tc", "deepseek_v4"]),

@@ -62,6 +62,8 @@ def test_kv_json_has_the_keys_and_numbers_of_the_contract(run):
         "tokens_per_record",
         "records",
         "bytes",
+        "formula",
+        "source",
     }
     assert all(row["records"] * row["bytes_per_record"] == row["bytes"] for row in kv["rows"])
     assert sum(row["bytes"] for row in kv["rows"]) == kv["total_bytes"]
@@ -98,7 +100,7 @@ def test_kv_of_one_of_eight_ranks(run):
 def test_the_derivation_shows_symbols_numbers_and_product(run):
     _, out, _ = run("kv", "v3.2", "--context", 1000)
     assert "512 FP8 (512) + 4 FP32 scales (16) + 64 BF16 (128) = 656 bytes" in out
-    assert "656 x N = 656,000 a layer, x 61 = 40,016,000 bytes" in out
+    assert "656 x 1,000 = 656,000 a layer, x 61 = 40,016,000 bytes" in out
 
 
 def test_flops_json(run):

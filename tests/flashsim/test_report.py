@@ -99,7 +99,9 @@ def test_sums_by_several_keys(models):
     assert sum(by.values()) == report.total()
     assert report.where(tier="global", component="index_key").total() == 3 * 68 * 500 + 68 * 1000
     assert report.where(layer=20).by("component") == {"main_kv": 288_000, "index_key": 68_000, "window_kv": 67_584}
-    assert report.where(tier="nothing").total() == 0
+    assert kv_cache(models["deepseek-llm-67b"], 1000).where(tier="window").total() == 0
+    with pytest.raises(ValueError, match="tier is 'nothing'; accepted: window, global, state"):
+        report.where(tier="nothing")
     assert report.total() == kv_cache(models["v4.1-flash"], 1000).total()
 
 
@@ -115,11 +117,11 @@ def test_sums_by_what_is_not_there(models, key):
 def test_the_derivation_of_v32_can_be_followed(models):
     text = str(kv_cache(models["v3.2"], 1000))
     for line in (
-        "record: 512 FP8 (512) + 4 FP32 scales (16) + 64 BF16 (128) = 656 bytes",
-        "record: 128 FP8 (128) + 1 FP32 scale (4) = 132 bytes",
+        ": 512 FP8 (512) + 4 FP32 scales (16) + 64 BF16 (128) = 656 bytes",
+        ": 128 FP8 (128) + 1 FP32 scale (4) = 132 bytes",
         "bytes_per_record x N",
-        "N = 1,000: 656 x N = 656,000 a layer, x 61 = 40,016,000 bytes",
-        "N = 1,000: 132 x N = 132,000 a layer, x 61 = 8,052,000 bytes",
+        "656 x 1,000 = 656,000 a layer, x 61 = 40,016,000 bytes",
+        "132 x 1,000 = 132,000 a layer, x 61 = 8,052,000 bytes",
         "total: 48,068,000 bytes",
         "global, per token: 61 x 656 + 61 x 132 = 48,068 bytes",
     ):
@@ -132,7 +134,7 @@ def test_the_derivation_of_890_can_be_followed(models):
     assert "global, per token: 3 x 144 + 3 x 34 + 1 x 288 + 1 x 68 = 890 bytes" in text
     assert "512 FP4 (256) + 32 E4M3 scales (32) = 288 bytes" in text
     assert "layers 2, 8, 14 (3)" in text
-    assert "N = 1,000,000: 288 x floor(N / 2) = 144,000,000 a layer, x 3 = 432,000,000 bytes" in text
+    assert "288 x floor(1,000,000 / 2) = 144,000,000 a layer, x 3 = 432,000,000 bytes" in text
 
 
 def test_printed_lines_add_up(case):
