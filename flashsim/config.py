@@ -530,6 +530,8 @@ class CompressedConfig(MoEConfig):
             _same(data, "n_routed_experts", "num_local_experts", data.get("n_routed_experts"), local)
             data["n_routed_experts"] = local
         types, rates = data.pop("layer_types", None), data.pop("compress_rates", None)
+        if types is None and rates:
+            cls._check_rates(rates, data.get("compress_ratios"))
         if types is not None:
             ratios = cls._ratios(types, rates or {})
             if "compress_ratios" in data:
@@ -540,6 +542,16 @@ class CompressedConfig(MoEConfig):
             else:
                 data["compress_ratios"] = ratios
         return data
+
+    @classmethod
+    def _check_rates(cls, rates: Any, ratios: Any) -> None:
+        """`compress_rates` beside `compress_ratios`, without `layer_types`: each ratio has to be one of the rates."""
+        cls._ratios([], rates)
+        given = list(rates.values()) + ([4] if _V4_LAYER_TYPES[1] not in rates and cls is V4Config else [])
+        only_csa = set(rates) == {_V4_LAYER_TYPES[1]}  # says nothing of the other ratios, but that 4 is none of them
+        for ratio in ratios if isinstance(ratios, list | tuple) else ():
+            if ratio not in (0, *given) and not (only_csa and ratio != 4):
+                raise ConfigError("compress_ratios", ratio, f"0 or a ratio of compress_rates, {rates}")
 
     @classmethod
     def _ratios(cls, types: Any, rates: Any) -> list[int]:
@@ -578,10 +590,8 @@ class V4Config(CompressedConfig):
             if key in data and isinstance(rates, dict):
                 _same(rates, kind, key, rates.get(kind), data[key])
                 rates[kind] = data[key]
-        types, ratios = data.get("layer_types"), data.get("compress_ratios")
+        types = data.get("layer_types")
         data.pop("compress_rate_hca", None)
-        if types is None and rates:
-            cls._check_rates(rates, ratios)
         if types is not None and isinstance(rates, dict):
             rates = {_V4_LAYER_TYPES[1]: 4, _V4_LAYER_TYPES[2]: 128} | rates  # the released defaults
             if isinstance(types, list | tuple) and not set(map(str, types)) <= set(_V4_LAYER_TYPES):
@@ -605,17 +615,6 @@ class V4Config(CompressedConfig):
             _same(data, "num_hash_layers", "mlp_layer_types", data.get("num_hash_layers"), hashed)
             data["num_hash_layers"] = hashed
         return super()._respell(data)
-
-    @classmethod
-    def _check_rates(cls, rates: Any, ratios: Any) -> None:
-        """`compress_rates` beside `compress_ratios`, without `layer_types`: each ratio has to be one of the rates."""
-        cls._ratios([], rates)
-        if isinstance(ratios, list | tuple) and all(kind in _V4_LAYER_TYPES for kind in rates):
-            csa = rates.get(_V4_LAYER_TYPES[1], 4)
-            heavy = rates.get(_V4_LAYER_TYPES[2])
-            for ratio in ratios:
-                if (heavy is None and ratio == 4 != csa) or (heavy is not None and ratio not in (0, csa, heavy)):
-                    raise ConfigError("compress_ratios", ratio, f"0 or a ratio of compress_rates, {rates}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -705,7 +704,8 @@ class V41Config(CompressedConfig):
     def _respell(cls, data: dict[str, Any]) -> dict[str, Any]:
         data["model_type"] = "deepseek_v41"
         mlp_types = data.pop("mlp_layer_types", None)
-        if mlp_types is not None and list(mlp_types) != ["moe"] * data.get("num_hidden_layers", 0):
+        everywhere = ["moe"] * data.get("num_hidden_layers", 0)
+        if mlp_types is not None and not (isinstance(mlp_types, list | tuple) and list(mlp_types) == everywhere):
             raise ConfigError("mlp_layer_types", mlp_types, "moe for every layer")
         return super()._respell(data)
 

@@ -185,7 +185,7 @@ def index_record(config: Config, layout: Layout | str | None = None) -> Record:
 _RECORD_SOURCES = {
     GQAConfig: "grouped-query attention (arXiv 2305.13245), K and V in BF16; DeepSeek LLM (arXiv 2401.02954), Table 2",
     MLAConfig: "DeepSeek-V2 (arXiv 2405.04434), 2.1: one latent and one RoPE key for all heads",
-    DSAConfig: "FlashMLA README: 656 bytes, of which 512 FP8, 16 scales, 128 RoPE; vLLM pull request 48993: indexer key",
+    DSAConfig: "FlashMLA README: 656 bytes (512 FP8, 16 scales, 128 RoPE); vLLM pull request 48993: indexer key",
     V4Config: "FlashMLA README: 584 bytes; vLLM pull request 48993: 68-byte indexer key",
     V41Config: "FlashMLA README and pull request 221: 288 and 528 bytes; V4.1 report 2.4.4",
 }

@@ -89,6 +89,10 @@ def window_snapshot_bytes(
     >>> window_snapshot_bytes(load_config("v4.1-flash"), half="encoder")
     1351680
     """
+    if not isinstance(config, CompressedConfig):
+        raise ValueError(
+            f"model_type is {config.model_type!r}; accepted: deepseek_v4, deepseek_v41, which have windows"
+        )
     if half not in (None, "encoder", "decoder"):
         raise ValueError(f"half is {half!r}; accepted: encoder, decoder, or None for all layers")
     record = window_record(config, layout).nbytes

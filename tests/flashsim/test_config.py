@@ -757,3 +757,39 @@ def test_the_largest_numbers_are_computed_at_once(name):
         start = time.process_time()
         assert function(config, [1, 4097]).total()
         assert time.process_time() - start < 1
+
+
+# --- found by trying to break it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("v4-flash", {"compress_rate_csa": 8}, "compress_ratios is 4"),
+        ("v4-flash", {"compress_rate_hca": 64}, "compress_ratios is 128"),
+        ("v4-flash", {"compress_rates": {"heavily_compressed_attention": 64}}, "compress_ratios is 128"),
+        ("v4-flash", {"compress_rates": "x"}, "compress_rates is 'x'"),
+        ("v4.1-flash", {"compress_rates": {"pooled": 4}}, "compress_ratios is 2"),
+        ("v4.1-flash", {"compress_rates": 5}, "compress_rates is 5"),
+        ("v4.1-flash", {"mlp_layer_types": 5}, "mlp_layer_types is 5"),
+        ("v4.1-flash", {"candidate_source_layer_id": ...}, "candidate_source_layer_id is missing"),
+        ("v4.1-flash", {"engram_layer_ids": ...}, "engram_layer_ids is missing"),
+        ("v4.1-flash", {"attention_bias": True}, "attention_bias is True"),
+        ("v4-flash", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
+        ("v4-flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("v3", {"sliding_window": 128}, "sliding_window is 128"),
+        ("v3", {"mlp_layer_types": ["dense"] * 61}, "mlp_layer_types is"),
+        ("v3", {"rope_parameters": {"rope_type": "yarn", "factor": 999}}, "rope_scaling is"),
+        ("deepseek-llm-67b", {"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20"),
+    ],
+)
+def test_what_was_once_ignored_is_refused(derive, name, changes, message):
+    refused(derive(name, **changes), message)
+
+
+def test_fields_beside_text_config_count_too(derive):
+    data = derive("v4.1-flash")
+    nested = {"model_type": "deepseek_v41", "text_config": data | {"model_type": "deepseek_v41_text"}}
+    assert load_config(nested) == load_config(data)
+    refused(nested | {"sliding_window": 64}, "sliding_window is 64", "text_config")
+    assert load_config(nested | {"tie_word_embeddings": False}) == load_config(data)
