@@ -5,15 +5,15 @@
     mxfp4    32     max(max|v|, 6 * 2^-126)   P2(A * fp32(1/6)),   UE8M0  E2M1 of v / s
     fp4      16     max(max|v|, 6 * 2^-9)     E4M3 of A / 6               E2M1 of v / s
 
-P2(y) is the smallest power of two >= y. Both roundings are to nearest, ties to the even code, saturating. Two E2M1 codes
-share a byte, the even channel in the low nibble. A block that holds NaN or infinity gets the scale NaN and codes 0, so
-every value of it unpacks to NaN.
+P2(y) is the smallest power of two >= y. Both roundings are to nearest, ties to the even code, saturating. Two E2M1
+codes share a byte, the even channel in the low nibble. A block that holds NaN or infinity gets the scale NaN and codes
+0, so every value of it unpacks to NaN.
 
 Shapes: x [R, W], codes [R, W] (fp8) or [R, W / 2], scales [R, W / block], all with a row stride of their own: the two
 slices of one record tensor work as well as two planes.
-Reads R*W*2 bytes of bf16 and writes R*W*(1/2 + 1/16) for fp4, or the reverse; the bound is memory bandwidth. Close behind
-comes the integer unit: at 4.27 TB/s an H200 has some 15 instructions for each bf16 element, hence the short encoding of
-E2M1 below.
+Reads R*W*2 bytes of bf16 and writes R*W*(1/2 + 1/16) for fp4, or the reverse; the bound is memory bandwidth. Close
+behind comes instruction issue: at 4.27 TB/s an H200 has some 17 instructions for each bf16 element, hence the short
+encoding of E2M1 below.
 Reference: kernels/reference/block_quant.py. Test: tests/kernels/test_block_quant.py. Bench: `block_quant`.
 """
 
@@ -43,17 +43,18 @@ def ue8m0_scale(amax, LIMIT: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def _e2m1_code_short(x, reciprocal):
-    """E2M1 code of x / s, for x from bf16: 8 float and 3 integer instructions.
+    """E2M1 code of x / s for x from bf16: seven float and four integer instructions.
 
-    The codes of y >= 0 are the integers nearest to min(2y, y + 2, y/2 + 4), ties to even, and 7 at most. Adding 8 to each
-    line drops the last bits of the float32 products, and with them the error of the reciprocal: a bf16 value is either
-    exactly on a tie of the E2M1 grid or at least 2^-8 away from it. The test compares all bf16 values with all scales.
+    The code of y >= 0 is the integer nearest to min(2y, y + 2, y/2 + 4), ties to even, and 7 at most. A bf16 value is
+    either exactly on a tie of the E2M1 grid or at least 2^-8 of its size beside it. Adding 64 to each line drops the
+    last 7 bits, and with them the error of the reciprocal: ties are found exactly. The test tries values with scales.
     """
-    y = tl.abs(x)
-    line = tl.minimum(y * (2.0 * reciprocal) + 8.0, y * reciprocal + 10.0)
-    line = tl.minimum(tl.minimum(line, y * (0.5 * reciprocal) + 12.0), 15.0)
+    bits = x.to(tl.int32, bitcast=True)
+    y = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    line = tl.minimum(y * (2.0 * reciprocal) + 64.0, y * reciprocal + 66.0)
+    line = tl.minimum(tl.minimum(line, y * (0.5 * reciprocal) + 68.0), 71.0)
     rounded = (line + 8388608.0).to(tl.int32, bitcast=True)  # at 2^23 a float32 is an integer
-    return (rounded & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    return (rounded & 7) | ((bits >> 28) & 8)
 
 
 @triton.jit
@@ -86,9 +87,16 @@ def _pack_kernel(
     finite = amax_bits < 0x7F800000
     amax = amax_bits.to(tl.float32, bitcast=True)
     if E4M3_SCALE:
-        byte = f32_to_e4m3_bits(tl.div_rn(tl.maximum(amax, 0.01171875), tl.full([BLOCKS], 6.0, tl.float32)))
-        scale = e4m3_bits_to_f32(byte)
-        reciprocal = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), scale)
+        amax = tl.maximum(amax, 0.01171875)  # 6 * 2^-9
+        # 6 times a tie of the E4M3 grid times fp32(1/6) is that tie, and no other bf16 value comes close to one
+        wanted = amax * (1.0 / 6.0) if SHORT else tl.div_rn(amax, tl.full([BLOCKS], 6.0, tl.float32))
+        if NATIVE:
+            scale_e4m3 = tl.minimum(wanted, 448.0).to(tl.float8e4nv)
+            byte, scale = scale_e4m3.to(tl.uint8, bitcast=True), scale_e4m3.to(tl.float32)
+        else:
+            byte = f32_to_e4m3_bits(wanted)
+            scale = e4m3_bits_to_f32(byte)
+        reciprocal = 1.0 / scale  # to 2 ulp, used by the short encoding alone
         byte = tl.where(finite, byte, 0x7F)
     else:
         if FOUR_BIT:
@@ -98,7 +106,7 @@ def _pack_kernel(
         byte = tl.where(finite, byte, 255)
     tl.store(scales_ptr + row * scales_stride + i, byte.to(tl.uint8), mask=inside)
 
-    keep = tl.where(finite, 0xFF, 0)[:, None]
+    keep = tl.where(finite, 0xFF, 0).to(tl.uint8)[:, None]
     if FOUR_BIT:
         if SHORT:
             code = _e2m1_code_short(x, reciprocal[:, None])
@@ -106,7 +114,7 @@ def _pack_kernel(
             code = f32_to_e2m1_code(tl.div_rn(x, tl.broadcast_to(scale[:, None], [BLOCKS, G])))
         else:
             code = f32_to_e2m1_code(x * reciprocal[:, None])
-        low, high = tl.split(tl.reshape(code & keep, [BLOCKS, G // 2, 2]))
+        low, high = tl.split(tl.reshape(code, [BLOCKS, G // 2, 2]))
         packed = (low | (high << 4)).to(tl.uint8)
         at = (row * codes_stride + i * (G // 2))[:, None] + tl.arange(0, G // 2)[None, :]
     else:
@@ -114,9 +122,9 @@ def _pack_kernel(
             code = (x * reciprocal[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             code = f32_to_e4m3_bits(x * reciprocal[:, None])
-        packed = code & keep.to(tl.uint8)
+        packed = code
         at = (row * codes_stride + i * G)[:, None] + channel[None, :]
-    tl.store(codes_ptr + at, packed, mask=inside[:, None])
+    tl.store(codes_ptr + at, packed & keep, mask=inside[:, None])
 
 
 @triton.jit

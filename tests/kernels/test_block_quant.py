@@ -42,7 +42,7 @@ def check(x, format, out=None):
     return codes, scales, values
 
 
-# Seen to fail: low and high nibble exchanged; `block // PER_ROW` by PER_ROW + 1; scale of the neighbour block; 1 / 448 -> 1 / 447.
+# Seen to fail: low and high nibble exchanged; `block // PER_ROW` by PER_ROW + 1; LIMIT 448 -> 447; sign bit left out.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (3, 96), (7, 512), (130, 64), (1, 8192)])
@@ -83,7 +83,7 @@ def test_nan_and_infinity_poison_their_block_only(format, bad, dtype):
     """Seen to fail: without `finite`; without `keep`; with a float maximum in place of the integer one."""
     x = rows_of(3, 64, dtype)
     x[1, 37] = bad
-    codes, scales, values = check(x, format)
+    _, _, values = check(x, format)
     block = FORMATS[format]
     first = 37 // block * block
     assert values[1, first : first + block].isnan().all() and values.isnan().sum() == block
@@ -116,7 +116,7 @@ def test_fp4_scale_saturates():
 def test_exact_ties_go_to_the_even_code(format, dtype):
     """Blocks whose first element fixes the scale and whose others sit on midpoints, or one bf16 step beside them.
 
-    Seen to fail: dropping the `+ 8` of the short encoding; ties up in f32_to_e2m1_code; `>` -> `>=` at 1.25.
+    Seen to fail: dropping the `+ 64` of the short encoding; ties up in f32_to_e2m1_code; `>` -> `>=` at 1.25.
     """
     grid, block = GRID[format].float(), FORMATS[format]
     ties = (grid[1:] + grid[:-1]) / 2
@@ -137,7 +137,7 @@ def test_exact_ties_go_to_the_even_code(format, dtype):
 def test_every_bf16_value_with_every_fp4_scale_mantissa(dtype):
     """All positive bf16 values of 24 binades under the 8 mantissas of an E4M3 scale: the short encoding is exact.
 
-    Seen to fail (bf16): dropping the `+ 8`, 14 codes of 4 million differ.
+    Seen to fail (bf16): dropping the `+ 64`, 14 codes of 4 million differ.
     """
     v = torch.arange(0x3C00, 0x4400, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()  # 2^-7 .. 2^9
     rows = []
@@ -230,7 +230,7 @@ def test_empty_and_errors():
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("width", [16 * 33 * 2, 512, 5120, 8192])
 def test_released_sizes(format, width, dtype):
-    x = rows_of(2049, width // 32 * 32, dtype)
+    x = rows_of(2049, width, dtype)
     codes, scales, values = check(x, format)
     exact = block_dequant(codes, scales, format, dtype=torch.bfloat16)
     assert torch.equal(exact.float(), values)  # nothing is lost in bf16
