@@ -182,7 +182,7 @@ def topk_blocks(block_scores, k, newest):
 
 
 def _topk(scores, k, lengths=None, forced=None, blocks=None, block_size=None):
-    rows, n = scores.shape
+    rows = scores.shape[0]
     new = lambda width: torch.empty(rows, width, dtype=torch.int32, device=scores.device)  # noqa: E731
     if not rows:
         return new(k)

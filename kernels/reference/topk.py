@@ -17,7 +17,7 @@ def topk_reference(scores, k, lengths=None, blocks=None, block_size=None):
 
 
 def topk_blocks_reference(block_scores, k, newest):
-    """The k best candidate blocks of each row, block `newest[row]` always among them; see `kernels.topk.topk_blocks`."""
+    """The k best candidate blocks of each row, `newest[row]` always kept; see `kernels.topk.topk_blocks`."""
     rows, n = block_scores.shape
     out = torch.full((rows, k), -1, dtype=torch.int32)
     for r in range(rows):
