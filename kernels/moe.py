@@ -1,0 +1,453 @@
+"""Mixture of experts: routed experts on packed FP4 weights, one shared expert on FP8 weights.
+
+    gate, up = w1_e x, w3_e x;   a = silu(min(gate, L)) * clamp(up, -L, L) * p_e;   y_e = w2_e a
+    y = ( sum of y_e over the picked experts, in ascending order of e ) + y_shared,  where p_shared = 1
+
+Every product takes its activation rounded to the fp8 format, as in kernels/linear.py, and multiplies in bfloat16,
+where both operands are exact. Routed weights are E2M1 codes with one UE8M0 scale per row and 32 inputs (the mxfp4
+format), the shared expert's are E4M3 with one per 32 x 32 tile. gate, up, a and y_e are rounded to x's dtype.
+
+    1. prepare   quantise x; sort the (token, pick) pairs by expert with a counting sort that needs no atomics: program e
+                 counts the pairs below e, which gives its offset, and writes its own pairs in order
+    2. up        a tile is up to BM pairs of one expert times BN inner channels: both products, SwiGLU, p_e, quantise
+    3. down      the same tiles times w2, one output row a pair
+    4. combine   sum the rows of a token
+
+Up to 16 tokens each pair is a tile of its own, and there is nothing to sort. The weights are the left operand, so the
+matrix unit is filled by their rows. Even and odd channels are multiplied apart: a byte holds one of each, and to
+interleave them would cost more than to decode them. So activations are stored with their even channels first.
+
+Shapes: x [T, D], ids and p [T, k], w1 and w3 [E, I, D], w2 [E, D, I]; D and I multiples of 32.
+Reads the used experts' 3*D*I*(1/2 + 1/32) bytes once, 6*T*(k + 1)*D*I FLOPs. Bound by memory bandwidth until every
+expert has some 100 tokens, then by the matrix unit.
+Reference: kernels/reference/moe.py. Test: tests/kernels/test_moe.py. Bench: `moe`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.block_quant import has_e4m3
+from kernels.linear import check_activation, check_fp8_weight, fp8_operand, quantised_values, round_like
+from kernels.numerics import e2m1_code_to_f32, ue8m0_to_f32
+
+PAIRS = 1024  # pairs a sorting program looks at in one step
+ACT_BLOCKS = 64
+
+# Four bytes to eight bf16 values. A code's bits placed at the bottom of a bf16 exponent are its value times 2^-126, the
+# subnormal 0.5 included; multiplying by 2^126 and by the scale is exact. The fused add of -0 keeps the sign of zero.
+FP4_TO_BF16 = tl.constexpr("""{
+    .reg .b32 x, y, t, s01, s23, big, zero;
+    mov.b32 big, 0x7E807E80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 x, $4, 0, 0x1404;
+    prmt.b32 y, $4, 0, 0x3424;
+    prmt.b32 s01, $5, $6, 0x5410;
+    prmt.b32 s23, $7, $8, 0x5410;
+    shr.b32 t, x, 6;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, x, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 t, t, big, zero;
+    fma.rn.bf16x2 $2, t, s01, zero;
+    shr.b32 t, y, 6;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, y, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 t, t, big, zero;
+    fma.rn.bf16x2 $3, t, s23, zero;
+    shr.b32 t, x, 2;
+    and.b32 t, t, 0x01C001C0;
+    shl.b32 x, x, 4;
+    lop3.b32 t, x, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 t, t, big, zero;
+    fma.rn.bf16x2 $0, t, s01, zero;
+    shr.b32 t, y, 2;
+    and.b32 t, t, 0x01C001C0;
+    shl.b32 y, y, 4;
+    lop3.b32 t, y, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 t, t, big, zero;
+    fma.rn.bf16x2 $1, t, s23, zero;
+}""")
+
+
+@triton.jit
+def fp4_operands(q, scale_byte, DTYPE: tl.constexpr):
+    """Values of the even and of the odd channels, each [BN, BK / 2], of packed codes and scales [BN, BK / 32]."""
+    BN: tl.constexpr = q.shape[0]
+    HALF: tl.constexpr = q.shape[1]
+    if tl.bfloat16 == DTYPE:
+        b = scale_byte.to(tl.int32)
+        bits = tl.where(b == 255, 0x7FC0, tl.where(b == 0, 0x0040, b << 7))  # 2^(b - 127) as bf16
+        bits = tl.reshape(tl.broadcast_to(bits[:, :, None], [BN, HALF // 16, 16]), [BN, HALF])
+        even, odd = tl.inline_asm_elementwise(
+            FP4_TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [q, bits], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        scale = tl.broadcast_to(ue8m0_to_f32(scale_byte)[:, :, None], [BN, HALF // 16, 16])
+        scale = tl.reshape(scale, [BN, HALF])
+        even, odd = e2m1_code_to_f32(q) * scale, e2m1_code_to_f32(q >> 4) * scale
+    return even, odd
+
+
+@triton.jit
+def _load(pointer, inside, column, limit, EVEN: tl.constexpr):
+    """A tile whose columns (or rows) end at `limit`; EVEN says that they never pass it."""
+    if EVEN:
+        return tl.load(pointer, mask=inside, other=0)
+    return tl.load(pointer, mask=inside & (column < limit), other=0)
+
+
+@triton.jit
+def _fp4_dot(
+    acc, code_row, scales, n_ok, k0, even, odd, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """acc += w[:, k0 : k0 + BK] x, with x as even channels [BK / 2, BM] and odd channels."""
+    byte = (k0 // 2 + tl.arange(0, BK // 2))[None, :]
+    q = _load(code_row + byte, n_ok, byte, K // 2, K % BK == 0)
+    w_even, w_odd = fp4_operands(q, scales, even.dtype)
+    acc = tl.dot(w_even, even, acc, input_precision=PRECISION)
+    return tl.dot(w_odd, odd, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _fp8_dot(
+    acc, code_row, scales, n_ok, k0, x, K: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr
+):
+    k = (k0 + tl.arange(0, BK))[None, :]
+    q = _load(code_row + k, n_ok, k, K, K % BK == 0)
+    return tl.dot(fp8_operand(q, scales, x.dtype, NATIVE), x, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _scales(scale_row, n_ok, k0, K: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK / 32] scale bytes of the inputs from k0 on; fetched a step ahead, being too narrow for an async copy."""
+    block = (k0 // 32 + tl.arange(0, BK // 32))[None, :]
+    return tl.load(scale_row + block, mask=n_ok & (block < K // 32), other=0)
+
+
+@triton.jit
+def _tile_of(t, ids_ptr, tiles_ptr, SORTED: tl.constexpr):
+    """(expert or -1, first position, end position) of tile t; of shared tiles any, they are not used."""
+    if SORTED:
+        return tl.load(tiles_ptr + 3 * t), tl.load(tiles_ptr + 3 * t + 1), tl.load(tiles_ptr + 3 * t + 2)
+    return tl.load(ids_ptr + t), t, t + 1
+
+
+@triton.jit
+def _sort_pairs(e, ids_ptr, pairs_ptr, tiles_ptr, n_pairs, E, BM: tl.constexpr, PAIRS: tl.constexpr):
+    """Writes the pairs of expert e at its offset, in ascending order, and the tiles that they fill."""
+    step = tl.arange(0, PAIRS)
+    below = tl.zeros([PAIRS], tl.int32)
+    equal = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, n_pairs, PAIRS):
+        expert = tl.load(ids_ptr + start + step, mask=start + step < n_pairs, other=-1)
+        below += ((expert >= 0) & (expert < e)).to(tl.int32)
+        equal += (expert == e).to(tl.int32)
+    first = tl.sum(below, axis=0)
+    end = first + tl.sum(equal, axis=0)
+    position = first
+    for start in range(0, n_pairs, PAIRS):
+        expert = tl.load(ids_ptr + start + step, mask=start + step < n_pairs, other=-1)
+        mine = (expert == e).to(tl.int32)
+        tl.store(pairs_ptr + position + tl.cumsum(mine, axis=0) - 1, start + step, mask=mine > 0)
+        position += tl.sum(mine, axis=0)
+    # Expert e owns the slots from first // BM + e on: never fewer than its tiles, and known without the other experts.
+    slot = first // BM + e
+    last = tl.where(e == E - 1, n_pairs // BM + E, end // BM + e + 1)
+    while slot < last:
+        tl.store(tiles_ptr + 3 * slot, tl.where(first < end, e, -1))
+        tl.store(tiles_ptr + 3 * slot + 1, first)
+        tl.store(tiles_ptr + 3 * slot + 2, tl.minimum(first + BM, end))
+        first += BM
+        slot += 1
+
+
+@triton.jit
+def _prepare_kernel(
+    x_ptr,  # [T, D]
+    ids_ptr,  # [T, k] int32
+    split_ptr,  # [T, D] x quantised, even channels first
+    plain_ptr,  # [T, D] x quantised
+    pairs_ptr,  # [T * k] int32
+    tiles_ptr,  # [n_pairs // BM + E, 3] int32
+    n_blocks,
+    n_pairs,
+    sorters,
+    x_stride,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # the first `sorters` programs (one an expert, or none) sort, the others quantise BLOCKS blocks of 32 channels each
+    if tl.program_id(0) < sorters:
+        _sort_pairs(tl.program_id(0), ids_ptr, pairs_ptr, tiles_ptr, n_pairs, sorters, BM, PAIRS)
+    else:
+        block = (tl.program_id(0) - sorters).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        inside = (block < n_blocks)[:, None]
+        row, channel = (block // (D // 32))[:, None], (block % (D // 32) * 32)[:, None]
+        lane = tl.arange(0, 32)[None, :]
+        x = tl.load(x_ptr + row * x_stride + channel + lane, mask=inside, other=0.0).to(tl.float32)
+        value = quantised_values(x, 1, NATIVE).to(plain_ptr.dtype.element_ty)  # exact
+        tl.store(plain_ptr + row * D + channel + lane, value, mask=inside)
+        even, odd = tl.split(tl.reshape(value, [BLOCKS, 16, 2]))
+        at = split_ptr + row * D + channel // 2 + tl.arange(0, 16)[None, :]
+        tl.store(at, even, mask=inside)
+        tl.store(at + D // 2, odd, mask=inside)
+
+
+@triton.jit
+def _up_kernel(
+    split_ptr, plain_ptr,  # [T, D] both
+    ids_ptr, p_ptr,  # [T * k]
+    pairs_ptr, tiles_ptr,
+    w1_ptr, s1_ptr, w3_ptr, s3_ptr,  # [E, I, D / 2], [E, I, D / 32]
+    v1_ptr, t1_ptr, v3_ptr, t3_ptr,  # shared: [I, D], [I / 32, D / 32]
+    h_ptr,  # [T * k, I] of routed pairs by position, even channels first, then [T, I] of the shared expert
+    T, n_pairs, routed_tiles, all_tiles, limit,
+    TOP_K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DTYPE: tl.constexpr, SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # one program per (tile of rows, BN inner channels); row tiles vary fastest: those of one expert share its weights
+    t = tl.program_id(0) % all_tiles
+    n = tl.program_id(0) // all_tiles * BN + tl.arange(0, BN)
+    n_ok = (n < I)[:, None]
+    row = tl.arange(0, BM)
+    gate = tl.zeros([BN, BM], tl.float32)
+    up = tl.zeros([BN, BM], tl.float32)
+    expert, first, end = _tile_of(tl.minimum(t, routed_tiles - 1), ids_ptr, tiles_ptr, SORTED)
+    if (t < routed_tiles) & (expert < 0):
+        return
+    if t < routed_tiles:
+        position = first + row
+        row_ok = position < end
+        pair = tl.load(pairs_ptr + position, mask=row_ok, other=0) if SORTED else position
+        p = tl.load(p_ptr + pair, mask=row_ok, other=0.0)
+        line = expert.to(tl.int64) * I + n[:, None]
+        w1_row, w3_row = w1_ptr + line * (D // 2), w3_ptr + line * (D // 2)
+        s1_row, s3_row = s1_ptr + line * (D // 32), s3_ptr + line * (D // 32)
+        x_row = split_ptr + (pair // TOP_K)[None, :].to(tl.int64) * D
+        s1, s3 = _scales(s1_row, n_ok, 0, D, BK), _scales(s3_row, n_ok, 0, D, BK)
+        for k0 in range(0, D, BK):
+            half = (k0 // 2 + tl.arange(0, BK // 2))[:, None]
+            even = _load(x_row + half, row_ok[None, :], half, D // 2, D % BK == 0)
+            odd = _load(x_row + half + D // 2, row_ok[None, :], half, D // 2, D % BK == 0)
+            s1_next, s3_next = _scales(s1_row, n_ok, k0 + BK, D, BK), _scales(s3_row, n_ok, k0 + BK, D, BK)
+            gate = _fp4_dot(gate, w1_row, s1, n_ok, k0, even, odd, D, BK, PRECISION)
+            up = _fp4_dot(up, w3_row, s3, n_ok, k0, even, odd, D, BK, PRECISION)
+            s1, s3 = s1_next, s3_next
+        out_row = position.to(tl.int64)
+        out_channel = n % 2 * (I // 2) + n // 2
+    else:
+        token = (t - routed_tiles) * BM + row
+        row_ok = token < T
+        p = tl.full([BM], 1.0, tl.float32)
+        line = n[:, None].to(tl.int64)
+        v1_row, v3_row = v1_ptr + line * D, v3_ptr + line * D
+        t1_row, t3_row = t1_ptr + line // 32 * (D // 32), t3_ptr + line // 32 * (D // 32)
+        x_row = plain_ptr + token[None, :].to(tl.int64) * D
+        s1, s3 = _scales(t1_row, n_ok, 0, D, BK), _scales(t3_row, n_ok, 0, D, BK)
+        for k0 in range(0, D, BK):
+            k = (k0 + tl.arange(0, BK))[:, None]
+            x = _load(x_row + k, row_ok[None, :], k, D, D % BK == 0)
+            s1_next, s3_next = _scales(t1_row, n_ok, k0 + BK, D, BK), _scales(t3_row, n_ok, k0 + BK, D, BK)
+            gate = _fp8_dot(gate, v1_row, s1, n_ok, k0, x, D, BK, NATIVE, PRECISION)
+            up = _fp8_dot(up, v3_row, s3, n_ok, k0, x, D, BK, NATIVE, PRECISION)
+            s1, s3 = s1_next, s3_next
+        out_row = token.to(tl.int64) + n_pairs
+        out_channel = n
+
+    gate = round_like(gate, DTYPE, NATIVE).to(tl.float32)
+    up = round_like(up, DTYPE, NATIVE).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # a NaN compares false and stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    a = gate / (1.0 + tl.exp(-gate)) * up * p[None, :]
+    a = round_like(a, DTYPE, NATIVE).to(tl.float32)
+    value = quantised_values(tl.reshape(a, [BN // 32, 32, BM]), 1, NATIVE)
+    value = tl.reshape(value, [BN, BM]).to(h_ptr.dtype.element_ty)  # exact
+    tl.store(h_ptr + out_row[None, :] * I + out_channel[:, None], value, mask=n_ok & row_ok[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    h_ptr,  # [T * k, I], then [T, I]
+    ids_ptr, pairs_ptr, tiles_ptr,
+    w2_ptr, s2_ptr,  # [E, D, I / 2], [E, D, I / 32]
+    v2_ptr, t2_ptr,  # shared: [D, I], [D / 32, I / 32]
+    y_ptr,  # [T * k, D] of routed pairs in their own order, then [T, D] of the shared expert
+    T, n_pairs, routed_tiles, all_tiles,
+    D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # one program per (tile of rows, BN output channels)
+    t = tl.program_id(0) % all_tiles
+    n = tl.program_id(0) // all_tiles * BN + tl.arange(0, BN)
+    n_ok = (n < D)[:, None]
+    row = tl.arange(0, BM)
+    acc = tl.zeros([BN, BM], tl.float32)
+    expert, first, end = _tile_of(tl.minimum(t, routed_tiles - 1), ids_ptr, tiles_ptr, SORTED)
+    if (t < routed_tiles) & (expert < 0):
+        return
+    if t < routed_tiles:
+        position = first + row
+        row_ok = position < end
+        line = expert.to(tl.int64) * D + n[:, None]
+        w2_row, s2_row = w2_ptr + line * (I // 2), s2_ptr + line * (I // 32)
+        h_row = h_ptr + position[None, :].to(tl.int64) * I
+        s2 = _scales(s2_row, n_ok, 0, I, BK)
+        for k0 in range(0, I, BK):
+            half = (k0 // 2 + tl.arange(0, BK // 2))[:, None]
+            even = _load(h_row + half, row_ok[None, :], half, I // 2, I % BK == 0)
+            odd = _load(h_row + half + I // 2, row_ok[None, :], half, I // 2, I % BK == 0)
+            s2_next = _scales(s2_row, n_ok, k0 + BK, I, BK)
+            acc = _fp4_dot(acc, w2_row, s2, n_ok, k0, even, odd, I, BK, PRECISION)
+            s2 = s2_next
+        out_row = (tl.load(pairs_ptr + position, mask=row_ok, other=0) if SORTED else position).to(tl.int64)
+    else:
+        token = (t - routed_tiles) * BM + row
+        row_ok = token < T
+        out_row = token.to(tl.int64) + n_pairs
+        line = n[:, None].to(tl.int64)
+        v2_row, t2_row = v2_ptr + line * I, t2_ptr + line // 32 * (I // 32)
+        h_row = h_ptr + out_row[None, :] * I
+        s2 = _scales(t2_row, n_ok, 0, I, BK)
+        for k0 in range(0, I, BK):
+            k = (k0 + tl.arange(0, BK))[:, None]
+            h = _load(h_row + k, row_ok[None, :], k, I, I % BK == 0)
+            s2_next = _scales(t2_row, n_ok, k0 + BK, I, BK)
+            acc = _fp8_dot(acc, v2_row, s2, n_ok, k0, h, I, BK, NATIVE, PRECISION)
+            s2 = s2_next
+    y = y_ptr + out_row[None, :] * D + n[:, None]
+    tl.store(y, round_like(acc, y_ptr.dtype.element_ty, NATIVE), mask=n_ok & row_ok[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr,  # [T * k, D], then [T, D]
+    ids_ptr,  # [T, k] int32
+    out_ptr,  # [T, D]
+    n_pairs,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # one program per (token, BLOCK channels)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, K_PAD)
+    ids = tl.load(ids_ptr + token * TOP_K + i, mask=i < TOP_K, other=-1)
+    before = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (i[None, :] < i[:, None]))
+    rank = tl.sum((before & (ids >= 0)[None, :]).to(tl.int32), axis=1)
+    rank = tl.where(ids >= 0, rank, K_PAD)  # picks that are switched off take no part
+    acc = tl.zeros([BLOCK], tl.float32)
+    for r in tl.static_range(TOP_K):  # ascending expert
+        pick = tl.sum(tl.where(rank == r, i, 0), axis=0)
+        present = tl.sum((rank == r).to(tl.int32), axis=0) > 0
+        row = y_ptr + (token * TOP_K + pick) * D
+        acc += tl.load(row + d, mask=(d < D) & present, other=0.0).to(tl.float32)
+    if SHARED:
+        acc += tl.load(y_ptr + (n_pairs + token) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + d, round_like(acc, out_ptr.dtype.element_ty, NATIVE), mask=d < D)
+
+
+def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
+    """Output [T, D], in x's dtype, of a mixture-of-experts layer for x float32 or bfloat16 [T, D].
+
+    ids, p: int32 and float32 [T, k], the picked experts and their routing weights; an id of -1 is skipped.
+    w1, w3, w2: (codes, scales) of the routed experts, uint8: [E, I, D / 2] and [E, I, D / 32], for w2 [E, D, I / 2] and
+        [E, D, I / 32].
+    shared: three (codes, scales) of the shared expert in the same order, [I, D] and [I / 32, D / 32].
+    """
+    E, I, D = _check(x, ids, p, w1, w3, w2, shared)
+    T, k = ids.shape
+    out = torch.empty(T, D, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    new = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=x.device)  # noqa: E731
+    native, n_pairs = has_e4m3(x), T * k
+    operand = torch.bfloat16 if x.is_cuda else torch.float32
+    (BM, BN, BK, warps, stages), sort = _tiles(T, n_pairs, E, x.is_cuda)
+    routed_tiles = n_pairs // BM + E if sort else n_pairs
+    all_tiles = routed_tiles + (triton.cdiv(T, BM) if shared is not None else 0)
+
+    split, plain = new(T, D, dtype=operand), new(T, D, dtype=operand)
+    pairs = new(n_pairs if sort else 0, dtype=torch.int32)
+    tiles = new(routed_tiles if sort else 0, 3, dtype=torch.int32)
+    blocks, sorters = T * D // 32, E if sort else 0
+    _prepare_kernel[(sorters + triton.cdiv(blocks, ACT_BLOCKS),)](
+        x, ids, split, plain, pairs, tiles, blocks, n_pairs, sorters, x.stride(0),
+        D=D, BM=BM, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=native, num_warps=4,
+    )  # fmt: skip
+
+    v1, v3, v2 = shared if shared is not None else (w1, w3, w2)  # not read without a shared expert
+    common = dict(
+        D=D, I=I, BM=BM, BN=BN, BK=BK, SORTED=sort, NATIVE=native, PRECISION="tf32" if x.is_cuda else "ieee",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    h = new(n_pairs + T, I, dtype=operand)
+    _up_kernel[(all_tiles * triton.cdiv(I, BN),)](
+        split, plain, ids, p, pairs, tiles, *w1, *w3, *v1, *v3, h, T, n_pairs, routed_tiles, all_tiles, float(limit),
+        TOP_K=k, DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32, **common,
+    )  # fmt: skip
+    y = new(n_pairs + T, D, dtype=x.dtype)
+    _down_kernel[(all_tiles * triton.cdiv(D, BN),)](
+        h, ids, pairs, tiles, *w2, *v2, y, T, n_pairs, routed_tiles, all_tiles, **common
+    )
+    block = min(1024, triton.next_power_of_2(D))
+    _combine_kernel[(T, triton.cdiv(D, block))](
+        y, ids, out, n_pairs, TOP_K=k, K_PAD=triton.next_power_of_2(k), D=D, BLOCK=block, SHARED=shared is not None,
+        NATIVE=native, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _tiles(tokens, n_pairs, experts, on_gpu):
+    """(BM, BN, BK, num_warps, num_stages) and whether pairs are sorted by expert."""
+    sort = tokens > 16
+    if not on_gpu:
+        return (16, 64, 64, 4, 2), sort
+    if not sort:
+        return (16, 64, 128, 4, 4), sort
+    if n_pairs <= 24 * experts:
+        return (16 if n_pairs <= 6 * experts else 32, 64, 128, 4, 4), sort
+    return (64, 128, 64, 8, 3), sort
+
+
+def _check(x, ids, p, w1, w3, w2, shared):
+    check_activation("x", x)
+    if ids.ndim != 2 or ids.dtype != torch.int32 or p.dtype != torch.float32 or p.shape != ids.shape:
+        raise TypeError(
+            f"ids and p must be int32 and float32 of one shape [tokens, picks], got {ids.dtype} {tuple(ids.shape)} and "
+            f"{p.dtype} {tuple(p.shape)}"
+        )
+    T, D = x.shape
+    if len(ids) != T or not ids.shape[1] or not ids.is_contiguous() or not p.is_contiguous():
+        raise ValueError(
+            f"ids and p must be contiguous [{T}, picks] for x {tuple(x.shape)}, got {tuple(ids.shape)} with strides "
+            f"{ids.stride()} and {p.stride()}"
+        )
+    E, I = w1[0].shape[:2]
+    if I % 32:
+        raise ValueError(f"the inner width must be a multiple of 32, got {I}")
+    for name, (codes, scales), rows, columns in (("w1", w1, I, D), ("w3", w3, I, D), ("w2", w2, D, I)):
+        for part, tensor, width in (("codes", codes, columns // 2), ("scales", scales, columns // 32)):
+            if tensor.dtype != torch.uint8 or tensor.shape != (E, rows, width) or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} {part} must be contiguous uint8 {(E, rows, width)}, got {tensor.dtype} "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+            if tensor.device != x.device:
+                raise ValueError(f"{name} {part} must be on {x.device}, got {tensor.device}")
+    if ids.device != x.device or p.device != x.device:
+        raise ValueError(f"ids and p must be on {x.device}, got {ids.device} and {p.device}")
+    if shared is not None:
+        for name, (codes, scales), rows, columns in zip(
+            ("shared w1", "shared w3", "shared w2"), shared, (I, I, D), (D, D, I), strict=True
+        ):
+            check_fp8_weight(name, codes, scales, rows, columns, x.device)
+            if not codes.is_contiguous() or not scales.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {codes.stride()} and {scales.stride()}")
+    return E, I, D
