@@ -219,6 +219,24 @@ def block_dequant(codes, scales, format, dtype=torch.bfloat16):
     return out
 
 
+def aot_cases():
+    strides = dict.fromkeys(("x_stride", "codes_stride", "out_stride"), "i32:16")
+    signature = strides | {"scales_stride": "i32", "n_blocks": "i32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
+    cases = []
+    for format, block in FORMATS.items():
+        for native, expected in ((False, {80: []}), (True, {90: ["ld.global.v4"], 100: ["ld.global.v4"]})):
+            constants = dict(PER_ROW=512 // block, G=block, BLOCKS=ELEMENTS // block, FOUR_BIT=format != "fp8")
+            constants |= dict(E4M3_SCALE=format == "fp4", NATIVE=native)
+            for kind, short in (("*bf16", True), ("*fp32", False)):
+                pack = signature | {"x_ptr": kind}
+                case = f"pack {format} {kind[1:]}"
+                cases.append((case, _pack_kernel, pack, constants | {"SHORT": short}, dict(num_warps=4), expected))
+            unpack = signature | {"out_ptr": "*bf16"}
+            expected = {arch: [] for arch in expected}
+            cases.append((f"unpack {format}", _unpack_kernel, unpack, constants, dict(num_warps=4), expected))
+    return cases
+
+
 def has_e4m3(tensor):
     """Whether the tensor's device converts E4M3 in hardware (compute capability 8.9 and up)."""
     return (

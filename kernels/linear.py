@@ -189,6 +189,37 @@ def _tiles(rows, dtype, on_gpu):
     return 256, 128, 64, 8, 4
 
 
+def aot_cases():
+    signature = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16", "parts_ptr": "*fp32"}
+    signature |= {"M": "i32", "N": "i32:16", "x_stride": "i32:16", "codes_stride": "i32:16", "scales_stride": "i32"}
+    signature |= {"n_blocks": "i32", "count": "i32"}
+    cases = []
+    for rows, matrix in ((1, "m64n16k16"), (64, "m64n64k16"), (200, "m64n128k16"), (4096, "m64n256k16")):
+        BM, BN, BK, warps, stages = _tiles(rows, torch.bfloat16, True)
+        constants = dict(K=1280, SPLIT=1280, BM=BM, BN=BN, BK=BK, NATIVE=True, PRECISION="tf32")
+        expected = {
+            90: [f"wgmma.mma_async.sync.aligned.{matrix}.f32.bf16.bf16"],
+            100: ["tcgen05.mma"] if rows > 1 else [],
+        }
+        options = dict(num_warps=warps, num_stages=stages)
+        cases.append((f"linear {rows}", _linear_kernel, signature, constants, options, expected))
+        cases.append(
+            (
+                f"linear {rows} sm_80",
+                _linear_kernel,
+                signature,
+                constants | {"NATIVE": False},
+                options,
+                {80: ["mma.sync"]},
+            )
+        )
+    cases.append(
+        ("quantise", _quantise_kernel, signature, dict(PER_ROW=160, BLOCKS=ACT_BLOCKS, NATIVE=True), {}, {90: []})
+    )
+    cases.append(("sum parts", _sum_parts_kernel, signature, dict(PARTS=4, BLOCK=1024, NATIVE=True), {}, None))
+    return cases
+
+
 def check_activation(name, x):
     if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"{name} must be a float32 or bfloat16 matrix [rows, inputs], got {x.dtype} {tuple(x.shape)}")

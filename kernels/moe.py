@@ -7,15 +7,16 @@ Every product takes its activation rounded to the fp8 format, as in kernels/line
 where both operands are exact. Routed weights are E2M1 codes with one UE8M0 scale per row and 32 inputs (the mxfp4
 format), the shared expert's are E4M3 with one per 32 x 32 tile. gate, up, a and y_e are rounded to x's dtype.
 
-    1. prepare   quantise x; sort the (token, pick) pairs by expert with a counting sort that needs no atomics: program e
-                 counts the pairs below e, which gives its offset, and writes its own pairs in order
+    1. prepare   quantise x; sort the (token, pick) pairs by expert with a counting sort that needs no atomics: program
+                 e counts the pairs below e, which gives its offset, and writes its own pairs in order
     2. up        a tile is up to BM pairs of one expert times BN inner channels: both products, SwiGLU, p_e, quantise
     3. down      the same tiles times w2, one output row a pair
     4. combine   sum the rows of a token
 
 Up to 16 tokens each pair is a tile of its own, and there is nothing to sort. The weights are the left operand, so the
-matrix unit is filled by their rows. Even and odd channels are multiplied apart: a byte holds one of each, and to
-interleave them would cost more than to decode them. So activations are stored with their even channels first.
+matrix unit is filled by their rows. At full bandwidth there are some four instructions for each FP4 weight. So four
+codes are read as one word, two words are decoded at once in a register, and the channels 0, 1, 2 and 3 modulo 4, which
+fall apart this way, are multiplied apart: the activations are stored in that order.
 
 Shapes: x [T, D], ids and p [T, k], w1 and w3 [E, I, D], w2 [E, D, I]; D and I multiples of 32.
 Reads the used experts' 3*D*I*(1/2 + 1/32) bytes once, 6*T*(k + 1)*D*I FLOPs. Bound by memory bandwidth until every
@@ -34,58 +35,62 @@ from kernels.numerics import e2m1_code_to_f32, ue8m0_to_f32
 PAIRS = 1024  # pairs a sorting program looks at in one step
 ACT_BLOCKS = 64
 
-# Four bytes to eight bf16 values. A code's bits placed at the bottom of a bf16 exponent are its value times 2^-126, the
-# subnormal 0.5 included; multiplying by 2^126 and by the scale is exact. The fused add of -0 keeps the sign of zero.
+# Two words of four codes to four pairs of bf16 values: pair j holds code j of both words. A code's bits placed at the
+# bottom of a bf16 exponent (sign to bit 15, the rest to bits 8..6) are its value times 2^-126, the subnormal 0.5
+# included, and one multiplication brings them to their size. The fused add of -0 keeps the sign of a zero.
 FP4_TO_BF16 = tl.constexpr("""{
-    .reg .b32 x, y, t, s01, s23, big, zero;
-    mov.b32 big, 0x7E807E80;
+    .reg .b32 w, s, t, u, zero;
+    mov.b32 w, $4;
     mov.b32 zero, 0x80008000;
-    prmt.b32 x, $4, 0, 0x1404;
-    prmt.b32 y, $4, 0, 0x3424;
-    prmt.b32 s01, $5, $6, 0x5410;
-    prmt.b32 s23, $7, $8, 0x5410;
-    shr.b32 t, x, 6;
+    prmt.b32 s, $5, $6, 0x5410;
+    shl.b32 t, w, 6;
     and.b32 t, t, 0x01C001C0;
-    lop3.b32 t, x, 0x80008000, t, 0xEA;
-    fma.rn.bf16x2 t, t, big, zero;
-    fma.rn.bf16x2 $2, t, s01, zero;
-    shr.b32 t, y, 6;
+    shl.b32 u, w, 12;
+    lop3.b32 t, u, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $0, t, s, zero;
+    shl.b32 t, w, 2;
     and.b32 t, t, 0x01C001C0;
-    lop3.b32 t, y, 0x80008000, t, 0xEA;
-    fma.rn.bf16x2 t, t, big, zero;
-    fma.rn.bf16x2 $3, t, s23, zero;
-    shr.b32 t, x, 2;
+    shl.b32 u, w, 8;
+    lop3.b32 t, u, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $1, t, s, zero;
+    shr.b32 t, w, 2;
     and.b32 t, t, 0x01C001C0;
-    shl.b32 x, x, 4;
-    lop3.b32 t, x, 0x80008000, t, 0xEA;
-    fma.rn.bf16x2 t, t, big, zero;
-    fma.rn.bf16x2 $0, t, s01, zero;
-    shr.b32 t, y, 2;
+    shl.b32 u, w, 4;
+    lop3.b32 t, u, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $2, t, s, zero;
+    shr.b32 t, w, 6;
     and.b32 t, t, 0x01C001C0;
-    shl.b32 y, y, 4;
-    lop3.b32 t, y, 0x80008000, t, 0xEA;
-    fma.rn.bf16x2 t, t, big, zero;
-    fma.rn.bf16x2 $1, t, s23, zero;
+    lop3.b32 t, w, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $3, t, s, zero;
 }""")
 
 
 @triton.jit
 def fp4_operands(q, scale_byte, DTYPE: tl.constexpr):
-    """Values of the even and of the odd channels, each [BN, BK / 2], of packed codes and scales [BN, BK / 32]."""
+    """Four [BN, BK / 4] operands, of channels 0, 1, 2 and 3 modulo 4, from words [BN, BK / 4] and scales [BN, BK / 32].
+
+    In bfloat16 they come times 2^-32, see _rescale: a power of two that brings codes to size has to fit a bfloat16.
+    """
     BN: tl.constexpr = q.shape[0]
-    HALF: tl.constexpr = q.shape[1]
+    WORDS: tl.constexpr = q.shape[1]
     if tl.bfloat16 == DTYPE:
         b = scale_byte.to(tl.int32)
-        bits = tl.where(b == 255, 0x7FC0, tl.where(b == 0, 0x0040, b << 7))  # 2^(b - 127) as bf16
-        bits = tl.reshape(tl.broadcast_to(bits[:, :, None], [BN, HALF // 16, 16]), [BN, HALF])
-        even, odd = tl.inline_asm_elementwise(
-            FP4_TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [q, bits], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        bits = tl.where(b > 160, 0x7FC0, (b + 94) << 7)  # 2^(b - 127) * 2^126 * 2^-32; NaN from 2^34 on, and for NaN
+        bits = tl.reshape(tl.broadcast_to(bits[:, :, None], [BN, WORDS // 8, 8]), [BN, WORDS])
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            FP4_TO_BF16, "=&r,=&r,=&r,=&r,r,r,r", [q, bits], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
         )
     else:
-        scale = tl.broadcast_to(ue8m0_to_f32(scale_byte)[:, :, None], [BN, HALF // 16, 16])
-        scale = tl.reshape(scale, [BN, HALF])
-        even, odd = e2m1_code_to_f32(q) * scale, e2m1_code_to_f32(q >> 4) * scale
-    return even, odd
+        scale = tl.broadcast_to(ue8m0_to_f32(scale_byte)[:, :, None], [BN, WORDS // 8, 8])
+        scale = tl.reshape(scale, [BN, WORDS])
+        w0, w1 = e2m1_code_to_f32(q) * scale, e2m1_code_to_f32(q >> 4) * scale
+        w2, w3 = e2m1_code_to_f32(q >> 8) * scale, e2m1_code_to_f32(q >> 12) * scale
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _rescale(acc, DTYPE: tl.constexpr):
+    return acc * 4294967296.0 if tl.bfloat16 == DTYPE else acc
 
 
 @triton.jit
@@ -98,14 +103,27 @@ def _load(pointer, inside, column, limit, EVEN: tl.constexpr):
 
 @triton.jit
 def _fp4_dot(
-    acc, code_row, scales, n_ok, k0, even, odd, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """acc += w[:, k0 : k0 + BK] x, with x as even channels [BK / 2, BM] and odd channels."""
-    byte = (k0 // 2 + tl.arange(0, BK // 2))[None, :]
-    q = _load(code_row + byte, n_ok, byte, K // 2, K % BK == 0)
-    w_even, w_odd = fp4_operands(q, scales, even.dtype)
-    acc = tl.dot(w_even, even, acc, input_precision=PRECISION)
-    return tl.dot(w_odd, odd, acc, input_precision=PRECISION)
+    acc, word_row, scales, n_ok, k0, x0, x1, x2, x3, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """acc += w[:, k0 : k0 + BK] x, with x as four [BK / 4, BM] of channels 0, 1, 2 and 3 modulo 4."""
+    word = (k0 // 4 + tl.arange(0, BK // 4))[None, :]
+    q = _load(word_row + word, n_ok, word, K // 4, K % BK == 0)
+    w0, w1, w2, w3 = fp4_operands(q, scales, x0.dtype)
+    acc = tl.dot(w0, x0, acc, input_precision=PRECISION)
+    acc = tl.dot(w1, x1, acc, input_precision=PRECISION)
+    acc = tl.dot(w2, x2, acc, input_precision=PRECISION)
+    return tl.dot(w3, x3, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_split(x_row, row_ok, k0, K: tl.constexpr, BK: tl.constexpr):
+    """Activations stored by channel modulo 4: four [BK / 4, BM]."""
+    i = (k0 // 4 + tl.arange(0, BK // 4))[:, None]
+    x0 = _load(x_row + i, row_ok, i, K // 4, K % BK == 0)
+    x1 = _load(x_row + i + K // 4, row_ok, i, K // 4, K % BK == 0)
+    x2 = _load(x_row + i + K // 2, row_ok, i, K // 4, K % BK == 0)
+    x3 = _load(x_row + i + 3 * (K // 4), row_ok, i, K // 4, K % BK == 0)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -165,7 +183,7 @@ def _sort_pairs(e, ids_ptr, pairs_ptr, tiles_ptr, n_pairs, E, BM: tl.constexpr, 
 def _prepare_kernel(
     x_ptr,  # [T, D]
     ids_ptr,  # [T, k] int32
-    split_ptr,  # [T, D] x quantised, even channels first
+    split_ptr,  # [T, D] x quantised, by channel modulo 4
     plain_ptr,  # [T, D] x quantised
     pairs_ptr,  # [T * k] int32
     tiles_ptr,  # [n_pairs // BM + E, 3] int32
@@ -190,10 +208,8 @@ def _prepare_kernel(
         x = tl.load(x_ptr + row * x_stride + channel + lane, mask=inside, other=0.0).to(tl.float32)
         value = quantised_values(x, 1, NATIVE).to(plain_ptr.dtype.element_ty)  # exact
         tl.store(plain_ptr + row * D + channel + lane, value, mask=inside)
-        even, odd = tl.split(tl.reshape(value, [BLOCKS, 16, 2]))
-        at = split_ptr + row * D + channel // 2 + tl.arange(0, 16)[None, :]
-        tl.store(at, even, mask=inside)
-        tl.store(at + D // 2, odd, mask=inside)
+        at = lane % 4 * (D // 4) + channel // 4 + lane // 4
+        tl.store(split_ptr + row * D + at, value, mask=inside)
 
 
 @triton.jit
@@ -201,12 +217,12 @@ def _up_kernel(
     split_ptr, plain_ptr,  # [T, D] both
     ids_ptr, p_ptr,  # [T * k]
     pairs_ptr, tiles_ptr,
-    w1_ptr, s1_ptr, w3_ptr, s3_ptr,  # [E, I, D / 2], [E, I, D / 32]
+    w1_ptr, s1_ptr, w3_ptr, s3_ptr,  # [E, I, D / 4] int16, [E, I, D / 32] uint8
     v1_ptr, t1_ptr, v3_ptr, t3_ptr,  # shared: [I, D], [I / 32, D / 32]
-    h_ptr,  # [T * k, I] of routed pairs by position, even channels first, then [T, I] of the shared expert
+    h_ptr,  # [T * k, I] of routed pairs by position, by channel modulo 4, then [T, I] of the shared expert
     T, n_pairs, routed_tiles, all_tiles, limit,
     TOP_K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    DTYPE: tl.constexpr, SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    BK8: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # one program per (tile of rows, BN inner channels); row tiles vary fastest: those of one expert share its weights
     t = tl.program_id(0) % all_tiles
@@ -224,20 +240,19 @@ def _up_kernel(
         pair = tl.load(pairs_ptr + position, mask=row_ok, other=0) if SORTED else position
         p = tl.load(p_ptr + pair, mask=row_ok, other=0.0)
         line = expert.to(tl.int64) * I + n[:, None]
-        w1_row, w3_row = w1_ptr + line * (D // 2), w3_ptr + line * (D // 2)
+        w1_row, w3_row = w1_ptr + line * (D // 4), w3_ptr + line * (D // 4)
         s1_row, s3_row = s1_ptr + line * (D // 32), s3_ptr + line * (D // 32)
         x_row = split_ptr + (pair // TOP_K)[None, :].to(tl.int64) * D
         s1, s3 = _scales(s1_row, n_ok, 0, D, BK), _scales(s3_row, n_ok, 0, D, BK)
         for k0 in range(0, D, BK):
-            half = (k0 // 2 + tl.arange(0, BK // 2))[:, None]
-            even = _load(x_row + half, row_ok[None, :], half, D // 2, D % BK == 0)
-            odd = _load(x_row + half + D // 2, row_ok[None, :], half, D // 2, D % BK == 0)
+            x0, x1, x2, x3 = _load_split(x_row, row_ok[None, :], k0, D, BK)
             s1_next, s3_next = _scales(s1_row, n_ok, k0 + BK, D, BK), _scales(s3_row, n_ok, k0 + BK, D, BK)
-            gate = _fp4_dot(gate, w1_row, s1, n_ok, k0, even, odd, D, BK, PRECISION)
-            up = _fp4_dot(up, w3_row, s3, n_ok, k0, even, odd, D, BK, PRECISION)
+            gate = _fp4_dot(gate, w1_row, s1, n_ok, k0, x0, x1, x2, x3, D, BK, PRECISION)
+            up = _fp4_dot(up, w3_row, s3, n_ok, k0, x0, x1, x2, x3, D, BK, PRECISION)
             s1, s3 = s1_next, s3_next
+        gate, up = _rescale(gate, split_ptr.dtype.element_ty), _rescale(up, split_ptr.dtype.element_ty)
         out_row = position.to(tl.int64)
-        out_channel = n % 2 * (I // 2) + n // 2
+        out_channel = n % 4 * (I // 4) + n // 4
     else:
         token = (t - routed_tiles) * BM + row
         row_ok = token < T
@@ -246,14 +261,14 @@ def _up_kernel(
         v1_row, v3_row = v1_ptr + line * D, v3_ptr + line * D
         t1_row, t3_row = t1_ptr + line // 32 * (D // 32), t3_ptr + line // 32 * (D // 32)
         x_row = plain_ptr + token[None, :].to(tl.int64) * D
-        s1, s3 = _scales(t1_row, n_ok, 0, D, BK), _scales(t3_row, n_ok, 0, D, BK)
-        for k0 in range(0, D, BK):
-            k = (k0 + tl.arange(0, BK))[:, None]
-            x = _load(x_row + k, row_ok[None, :], k, D, D % BK == 0)
-            s1_next, s3_next = _scales(t1_row, n_ok, k0 + BK, D, BK), _scales(t3_row, n_ok, k0 + BK, D, BK)
-            gate = _fp8_dot(gate, v1_row, s1, n_ok, k0, x, D, BK, NATIVE, PRECISION)
-            up = _fp8_dot(up, v3_row, s3, n_ok, k0, x, D, BK, NATIVE, PRECISION)
-            s1, s3 = s1_next, s3_next
+        u1, u3 = _scales(t1_row, n_ok, 0, D, BK8), _scales(t3_row, n_ok, 0, D, BK8)
+        for k0 in range(0, D, BK8):
+            k = (k0 + tl.arange(0, BK8))[:, None]
+            x = _load(x_row + k, row_ok[None, :], k, D, D % BK8 == 0)
+            u1_next, u3_next = _scales(t1_row, n_ok, k0 + BK8, D, BK8), _scales(t3_row, n_ok, k0 + BK8, D, BK8)
+            gate = _fp8_dot(gate, v1_row, u1, n_ok, k0, x, D, BK8, NATIVE, PRECISION)
+            up = _fp8_dot(up, v3_row, u3, n_ok, k0, x, D, BK8, NATIVE, PRECISION)
+            u1, u3 = u1_next, u3_next
         out_row = token.to(tl.int64) + n_pairs
         out_channel = n
 
@@ -272,11 +287,11 @@ def _up_kernel(
 def _down_kernel(
     h_ptr,  # [T * k, I], then [T, I]
     ids_ptr, pairs_ptr, tiles_ptr,
-    w2_ptr, s2_ptr,  # [E, D, I / 2], [E, D, I / 32]
+    w2_ptr, s2_ptr,  # [E, D, I / 4] int16, [E, D, I / 32] uint8
     v2_ptr, t2_ptr,  # shared: [D, I], [D / 32, I / 32]
     y_ptr,  # [T * k, D] of routed pairs in their own order, then [T, D] of the shared expert
     T, n_pairs, routed_tiles, all_tiles,
-    D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BK8: tl.constexpr,
     SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # one program per (tile of rows, BN output channels)
@@ -292,16 +307,15 @@ def _down_kernel(
         position = first + row
         row_ok = position < end
         line = expert.to(tl.int64) * D + n[:, None]
-        w2_row, s2_row = w2_ptr + line * (I // 2), s2_ptr + line * (I // 32)
+        w2_row, s2_row = w2_ptr + line * (I // 4), s2_ptr + line * (I // 32)
         h_row = h_ptr + position[None, :].to(tl.int64) * I
         s2 = _scales(s2_row, n_ok, 0, I, BK)
         for k0 in range(0, I, BK):
-            half = (k0 // 2 + tl.arange(0, BK // 2))[:, None]
-            even = _load(h_row + half, row_ok[None, :], half, I // 2, I % BK == 0)
-            odd = _load(h_row + half + I // 2, row_ok[None, :], half, I // 2, I % BK == 0)
+            h0, h1, h2, h3 = _load_split(h_row, row_ok[None, :], k0, I, BK)
             s2_next = _scales(s2_row, n_ok, k0 + BK, I, BK)
-            acc = _fp4_dot(acc, w2_row, s2, n_ok, k0, even, odd, I, BK, PRECISION)
+            acc = _fp4_dot(acc, w2_row, s2, n_ok, k0, h0, h1, h2, h3, I, BK, PRECISION)
             s2 = s2_next
+        acc = _rescale(acc, h_ptr.dtype.element_ty)
         out_row = (tl.load(pairs_ptr + position, mask=row_ok, other=0) if SORTED else position).to(tl.int64)
     else:
         token = (t - routed_tiles) * BM + row
@@ -310,13 +324,13 @@ def _down_kernel(
         line = n[:, None].to(tl.int64)
         v2_row, t2_row = v2_ptr + line * I, t2_ptr + line // 32 * (I // 32)
         h_row = h_ptr + out_row[None, :] * I
-        s2 = _scales(t2_row, n_ok, 0, I, BK)
-        for k0 in range(0, I, BK):
-            k = (k0 + tl.arange(0, BK))[:, None]
-            h = _load(h_row + k, row_ok[None, :], k, I, I % BK == 0)
-            s2_next = _scales(t2_row, n_ok, k0 + BK, I, BK)
-            acc = _fp8_dot(acc, v2_row, s2, n_ok, k0, h, I, BK, NATIVE, PRECISION)
-            s2 = s2_next
+        u2 = _scales(t2_row, n_ok, 0, I, BK8)
+        for k0 in range(0, I, BK8):
+            k = (k0 + tl.arange(0, BK8))[:, None]
+            h = _load(h_row + k, row_ok[None, :], k, I, I % BK8 == 0)
+            u2_next = _scales(t2_row, n_ok, k0 + BK8, I, BK8)
+            acc = _fp8_dot(acc, v2_row, u2, n_ok, k0, h, I, BK8, NATIVE, PRECISION)
+            u2 = u2_next
     y = y_ptr + out_row[None, :] * D + n[:, None]
     tl.store(y, round_like(acc, y_ptr.dtype.element_ty, NATIVE), mask=n_ok & row_ok[None, :])
 
@@ -382,10 +396,11 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
         D=D, BM=BM, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=native, num_warps=4,
     )  # fmt: skip
 
+    w1, w3, w2 = [(codes.view(torch.int16), scales) for codes, scales in (w1, w3, w2)]
     v1, v3, v2 = shared if shared is not None else (w1, w3, w2)  # not read without a shared expert
     common = dict(
-        D=D, I=I, BM=BM, BN=BN, BK=BK, SORTED=sort, NATIVE=native, PRECISION="tf32" if x.is_cuda else "ieee",
-        num_warps=warps, num_stages=stages,
+        D=D, I=I, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort, NATIVE=native,
+        PRECISION="tf32" if x.is_cuda else "ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     h = new(n_pairs + T, I, dtype=operand)
     _up_kernel[(all_tiles * triton.cdiv(I, BN),)](
@@ -404,16 +419,44 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
     return out
 
 
+def aot_cases():
+    names = ["ids", "pairs", "tiles"]
+    signature = {f"{name}_ptr": "*i32" for name in names} | dict.fromkeys(("w1_ptr", "w3_ptr", "w2_ptr"), "*i16")
+    signature |= dict.fromkeys(
+        [f"{name}_ptr" for name in ("s1", "s3", "s2", "v1", "v3", "v2", "t1", "t3", "t2")], "*u8"
+    )
+    signature |= dict.fromkeys([f"{name}_ptr" for name in ["x", "split", "plain", "h", "y", "out"]], "*bf16")
+    signature |= dict.fromkeys(["T", "n_pairs", "routed_tiles", "all_tiles", "n_blocks", "sorters", "x_stride"], "i32")
+    signature |= {"p_ptr": "*fp32", "limit": "fp32"}
+    cases = []
+    for tokens, matrix in ((1, "m64n16k16"), (64, "m64n16k16"), (4096, "m64n64k16")):
+        (BM, BN, BK, warps, stages), sort = _tiles(tokens, 6 * tokens, 384, True)
+        constants = dict(D=5120, I=2304, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort, NATIVE=True, PRECISION="tf32")
+        options = dict(num_warps=warps, num_stages=stages)
+        expected = {
+            90: [f"wgmma.mma_async.sync.aligned.{matrix}.f32.bf16.bf16", "fma.rn.bf16x2"],
+            100: ["fma.rn.bf16x2"],
+        }
+        up = constants | dict(TOP_K=6, DTYPE=tl.bfloat16)
+        cases.append((f"up {tokens}", _up_kernel, signature, up, options, expected))
+        cases.append((f"down {tokens}", _down_kernel, signature, constants, options, expected))
+    prepare = dict(D=5120, BM=64, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=True)
+    cases.append(("prepare", _prepare_kernel, signature, prepare, dict(num_warps=4), {90: [], 100: []}))
+    combine = dict(TOP_K=6, K_PAD=8, D=5120, BLOCK=1024, SHARED=True, NATIVE=True)
+    cases.append(("combine", _combine_kernel, signature, combine, dict(num_warps=4), None))
+    return cases
+
+
 def _tiles(tokens, n_pairs, experts, on_gpu):
     """(BM, BN, BK, num_warps, num_stages) and whether pairs are sorted by expert."""
     sort = tokens > 16
     if not on_gpu:
-        return (16, 64, 64, 4, 2), sort
+        return (16, 64, 128, 4, 2), sort
     if not sort:
-        return (16, 64, 128, 4, 4), sort
+        return (16, 64, 256, 4, 4), sort
     if n_pairs <= 24 * experts:
-        return (16 if n_pairs <= 6 * experts else 32, 64, 128, 4, 4), sort
-    return (64, 128, 64, 8, 3), sort
+        return (16 if n_pairs <= 6 * experts else 32, 64, 256, 4, 3), sort
+    return (64, 128, 128, 8, 3), sort
 
 
 def _check(x, ids, p, w1, w3, w2, shared):
