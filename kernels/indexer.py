@@ -1,12 +1,13 @@
 """Lightning indexer: a ReLU-weighted sum over heads, straight from packed MXFP4 queries and keys.
 
-    I[r, q, e] = sum_h relu(qI[r, q, h] . k[r, e]) * w[r, q, h]     for (e + 1) * ratio <= positions[r, q] + 1, else -inf
+    I[r, q, e] = sum_h relu(qI[r, q, h] . k[r, e]) * w[r, q, h]     where (e + 1) * ratio <= positions[r, q] + 1
+                 -inf                                              elsewhere
 
 One program holds BLOCK_Q queries and walks over tiles of entries. Entries are the rows of the matrix product and
-(query, head) pairs its columns, so the sum over heads stays inside a row of the accumulator, and decode (one query, N = H)
-and prefill (four queries of 32 heads, N = 128) are the same code. MXFP4 values are exact in bfloat16; a key tile is
-unpacked once and used by all N columns. The even channels (low nibbles) and the odd ones are two products over D/2:
-nothing has to be interleaved.
+(query, head) pairs its columns, so the sum over heads stays inside a row of the accumulator, and decode (one query,
+N = H) and prefill (four queries of 32 heads, N = 128) are the same code. MXFP4 values are exact in bfloat16; a key
+tile is unpacked once and used by all N columns. The even channels (low nibbles) and the odd ones are two products over
+D/2: nothing has to be interleaved.
 
 Shapes: R requests, Q queries each, H heads, E entries, D channels, C candidate blocks.
 Decode reads R*E*(D/2 + D/32) bytes and writes R*Q*E*4: bound by memory bandwidth. Prefill does 2*R*Q*E*H*D FLOPs: bound
@@ -147,10 +148,7 @@ def _indexer_kernel(
     length = tl.minimum(tl.load(lengths_ptr + request).to(tl.int32), E) if HAS_LENGTHS else E
     position = tl.load(positions_ptr + row, mask=query < Q, other=-1).to(tl.int32)
     limit = tl.minimum((position + 1) // ratio, length)  # entries this query may see
-    if HAS_CANDIDATES:
-        seen = last
-    else:
-        seen = tl.minimum(last, tl.max(limit, axis=0))
+    seen = last if HAS_CANDIDATES else tl.minimum(last, tl.max(limit, axis=0))
 
     # Queries and head weights, once: columns n = query * HEADS + head.
     column = tl.arange(0, N)
@@ -308,3 +306,37 @@ def _check_blocks(candidates, block_size, block_maxima, rows, device):
         if candidates.ndim != 3:
             raise ValueError(f"candidates must be [R, Q, C], got {_describe(candidates)}")
         _expect(candidates, "candidates", (*rows, candidates.shape[2]), (torch.int32,), device)
+
+
+def aot_cases():
+    types = {
+        **dict.fromkeys(("q_codes_ptr", "k_codes_ptr"), "*u8"),
+        **dict.fromkeys(("q_scales_ptr", "k_scales_ptr", "positions_ptr", "lengths_ptr", "candidates_ptr"), "*i32"),
+        **dict.fromkeys(("weights_ptr", "scores_ptr", "maxima_ptr"), "*fp32"),
+        **dict.fromkeys(("H", "E", "width", "kc_entry"), "i32:16"),
+        **dict.fromkeys(("kc_request", "ks_request"), "i64:16"),
+        **dict.fromkeys(("Q", "ratio", "tiles", "ks_entry"), "i32"),
+    }
+
+    def case(name, queries, columns, candidates=False, maxima=False, ptx=True):
+        values = {
+            "HEADS": 32, "HALF": 64, "BLOCK_Q": queries, "BLOCK_E": BLOCK_E, "BLOCK": 8, "HAS_LENGTHS": True,
+            "HAS_CANDIDATES": candidates, "HAS_MAXIMA": maxima, "OPERAND": tl.bfloat16, "USE_PTX": ptx,
+        }  # fmt: skip
+        if not candidates:
+            values["candidates_ptr"] = None
+        if not maxima:
+            values["maxima_ptr"] = None
+        expected = {
+            80: ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16"],
+            90: [f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16", "cp.async"],
+            100: ["tcgen05.mma"],
+        }
+        return name, _indexer_kernel, types, values, {"num_warps": 4, "num_stages": 4}, expected
+
+    return [
+        case("decode", 1, 32),
+        case("prefill", 4, 128, maxima=True),
+        case("candidates", 1, 32, candidates=True),
+        case("unpacked without PTX", 1, 32, ptx=False),
+    ]

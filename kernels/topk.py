@@ -237,3 +237,30 @@ def _check_rows(t, name, scores):
         raise ValueError(f"{name} must be int32 of shape {(scores.shape[0],)} on {scores.device}, got {_describe(t)}")
     if t is not None and not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def aot_cases():
+    def select(name, width, warps, top):
+        types = {
+            **dict.fromkeys(("chunks_ptr", "out_ptr", "lengths_ptr"), "*i32"), "src_ptr": "*i32" if top else "*fp32",
+            "n": "i32:16", "k": "i32:16", "src_stride": "i32:16", "blocks_stride": "i32",
+        }  # fmt: skip
+        values = {
+            "forced_ptr": None, "blocks_ptr": None, "block_size": 1, "FAN": 1 if top else 32, "N": width, "K_PAD": 512,
+            "IS_KEY": top, "HAS_CHUNKS": not top, "HAS_LENGTHS": not top, "HAS_FORCED": False, "HAS_BLOCKS": False,
+        }  # fmt: skip
+        if top:
+            values |= {"chunks_ptr": None, "lengths_ptr": None}
+        return name, _select_kernel, types, values, {"num_warps": warps}, None
+
+    types = {"src_ptr": "*fp32", "dst_ptr": "*i32", "forced_ptr": "*i32"}
+    types |= dict.fromkeys(("n", "n_out", "src_stride"), "i32:16")
+    values = {
+        "lengths_ptr": None, "FAN": 32, "CHUNKS": 128, "IS_KEY": False, "HAS_LENGTHS": False, "HAS_FORCED": True,
+    }  # fmt: skip
+    vector = {arch: ["ld.global.v4.b32"] for arch in (80, 90, 100)}  # 16 bytes at a time
+    return [
+        ("chunk maxima", _chunk_max_kernel, types, values, {"num_warps": 4}, vector),
+        select("candidates of a long row", 16384, 16, top=False),
+        select("top level", 4096, 8, top=True),
+    ]

@@ -1,4 +1,4 @@
-"""Indexer scores written out: unpack both sides with a table, one matrix product per head, mask. See `kernels.indexer`."""
+"""Indexer scores written out: unpack both sides with a table, one matrix product per head, mask."""
 
 import torch
 
@@ -9,7 +9,7 @@ def indexer_reference(
     q_codes, q_scales, weights, k_codes, k_scales, positions, ratio,
     lengths=None, candidates=None, block_size=None, block_maxima=False,
 ):  # fmt: skip
-    """Scores [R, Q, E] in float32, or [R, Q, C * block_size] for candidates [R, Q, C]; see `kernels.indexer.indexer`."""
+    """Scores [R, Q, E] in float32, or [R, Q, C * block_size] for candidates [R, Q, C]; see `kernels.indexer`."""
     q = _unpack_mxfp4(q_codes, q_scales)  # [R, Q, H, D]
     k = _unpack_mxfp4(k_codes, k_scales)  # [R, E, D]
     R, Q, H, _ = q.shape

@@ -1,10 +1,10 @@
 """Indexer scores against one float32 matrix product per head.
 
-Mutations tried, each turned at least one test red: `entry < limit` to `<=`, ratio left out of the limit, the length left
-out, low and high nibbles exchanged in the keys alone, rows swapped before the product but not after it, the ReLU removed,
-`propagate_nan` removed, `broken` removed from the maxima, the -inf tiles not written, `candidates` read without the
-query's row, padding heads given weight 1, the word of scales shifted by 4 instead of 8. In the PTX: each mask, shift,
-selector and constant.
+Mutations tried, each turned at least one test red: `entry < limit` to `<=`, ratio left out of the limit, the length
+left out, low and high nibbles exchanged in the keys alone, rows swapped before the product but not after it, the ReLU
+removed, `propagate_nan` removed, `broken` removed from the maxima, the -inf tiles not written, `candidates` read without
+the query's row, padding heads given weight 1, the word of scales shifted by 4 instead of 8. In the PTX: each mask,
+shift, selector and constant.
 """
 
 import re
@@ -158,7 +158,7 @@ def test_refuses():
         call(3, good[3].mT.contiguous().mT)
     with pytest.raises(ValueError, match="rows aligned to their 4 bytes"):
         call(4, torch.zeros(1, 16, 5, dtype=torch.uint8, device=DEVICE)[..., :4])
-    with pytest.raises(TypeError, match="positions must be torch.int32 or torch.int64"):
+    with pytest.raises(TypeError, match=r"positions must be torch.int32 or torch.int64"):
         call(5, good[5].float())
     with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
         call(6, 0)
@@ -166,7 +166,7 @@ def test_refuses():
         indexer(*good, block_size=6, block_maxima=True)
     with pytest.raises(ValueError, match=r"candidates must have shape \(1, 2, 3\)"):
         indexer(*good, block_size=8, candidates=torch.zeros(2, 2, 3, dtype=torch.int32, device=DEVICE))
-    with pytest.raises(ValueError, match="H must be 1..128"):
+    with pytest.raises(ValueError, match=r"H must be 1\.\.128"):
         indexer(
             torch.zeros(1, 1, 200, 32, dtype=torch.uint8), torch.zeros(1, 1, 200, 2, dtype=torch.uint8), *good[2:]
         )  # fmt: skip
