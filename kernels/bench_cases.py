@@ -3,11 +3,42 @@
 Each function builds the inputs of one size and says how many bytes and FLOPs the op needs at least.
 """
 
+import itertools
+
 import torch
 
 from kernels.bench import Case, register
 
 # ---- block_quant ----
+
+
+@register(
+    "block_quant",
+    sizes={
+        "pack fp4, 2^20 x 512": dict(rows=2**20, width=512, format="fp4", unpack=False),
+        "pack fp8, 2^20 x 512": dict(rows=2**20, width=512, format="fp8", unpack=False),
+        "pack mxfp4, 2^20 x 128": dict(rows=2**20, width=128, format="mxfp4", unpack=False),
+        "unpack fp4, 2^20 x 512": dict(rows=2**20, width=512, format="fp4", unpack=True),
+        "unpack fp8, 2^20 x 512": dict(rows=2**20, width=512, format="fp8", unpack=True),
+    },
+    small=dict(rows=5, width=256, format="fp4", unpack=False),
+)
+def block_quant_case(rows, width, format, unpack, device):
+    from kernels.block_quant import FORMATS, block_dequant, block_quant
+    from kernels.reference.block_quant import block_dequant_reference, block_quant_reference
+
+    x = torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
+    packed = width // (1 if format == "fp8" else 2) + width // FORMATS[format]
+    kernel, reference = (block_dequant, block_dequant_reference) if unpack else (block_quant, block_quant_reference)
+    return Case(
+        run=lambda *tensors: kernel(*tensors, format),
+        reference=lambda *tensors: reference(*tensors, format),
+        inputs=block_quant(x, format) if unpack else (x,),
+        bytes_moved=rows * (2 * width + packed),
+        flops=0,
+        dtype="bf16",
+        goal="1.4x",
+    )
 
 
 # ---- topk, indexer, compressor ----
@@ -148,6 +179,86 @@ def compressor_case(ratio, tokens, dtype, device):
 
 
 # ---- linear, moe ----
+
+
+def _fp8_weight(outputs, inputs, device):
+    """E4M3 codes, half of them small, under scales that keep the products near 1."""
+    g = torch.Generator(device).manual_seed(1)
+    codes = torch.randn(outputs, inputs, device=device, generator=g).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, torch.full((outputs // 32, inputs // 32), 121, dtype=torch.uint8, device=device)
+
+
+@register(
+    "linear",
+    sizes={
+        f"{m} x {k} to {n}": dict(m=m, k=k, n=n)
+        for m, k, n in (
+            *((m, 1280, 32768) for m in (1, 16, 64, 4096)),
+            *((m, 5120, 512) for m in (1, 4096)),
+            (1, 5120, 1280),
+        )
+    },
+    small=dict(m=3, k=96, n=64),
+)
+def linear_case(m, k, n, device):
+    from kernels.linear import linear
+    from kernels.reference.linear import linear_reference
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+    return Case(
+        run=linear,
+        reference=linear_reference,
+        inputs=(x, *_fp8_weight(n, k, device)),
+        bytes_moved=n * k + n * k // 1024 + 2 * m * (k + n),
+        flops=2 * m * k * n,
+        dtype="bf16 x fp8",
+        tolerance=4e-3,
+        goal="1.6x" if m == 1 else "2x",
+    )
+
+
+@register(
+    "moe",
+    sizes={
+        f"{t} tokens, 6 of 384 experts + 1, 5120 x 2304": dict(t=t, experts=384, picks=6, d=5120, i=2304)
+        for t in (1, 4, 16, 64, 256, 4096)
+    },
+    small=dict(t=3, experts=4, picks=2, d=64, i=96),
+)
+def moe_case(t, experts, picks, d, i, device):
+    from kernels.moe import moe
+    from kernels.reference.moe import moe_reference
+
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(t, d, device=device, generator=g).to(dtype)
+
+    def fp4(rows, columns):
+        shape = experts, rows, columns // 2
+        codes = torch.randint(0, 256, shape, device=device, generator=g, dtype=torch.uint8)
+        return codes, torch.full((experts, rows, columns // 32), 121, dtype=torch.uint8, device=device)
+
+    weights = fp4(i, d), fp4(i, d), fp4(d, i)
+    shared = _fp8_weight(i, d, device), _fp8_weight(i, d, device), _fp8_weight(d, i, device)
+    # Few tokens use few experts, which would stay in the L2 cache: each call takes the next of several selections.
+    draws = 8 if t <= 16 and experts > 100 else 1
+    ids = [torch.rand(t, experts, device=device, generator=g).topk(picks, dim=1).indices.int() for _ in range(draws)]
+    p = torch.full((t, picks), 1.5 / picks, device=device)
+    turn = itertools.cycle(ids)
+    used = ids[0].unique().numel()
+    return Case(
+        run=lambda x, p: moe(x, next(turn), p, *weights, shared),
+        reference=lambda x, p: moe_reference(x, ids[0], p, *weights, shared),
+        inputs=(x, p),
+        bytes_moved=3 * d * i * used * 17 // 32 + 3 * d * i * 1025 // 1024 + 4 * t * d,
+        flops=6 * t * (picks + 1) * d * i,
+        dtype="bf16 x fp4",
+        tolerance=5e-3,
+        goal="1.8x" if t == 1 else "1.6x" if t <= 64 else "2.2x",
+        baselines=("reference",),  # a loop over experts: torch.compile would unroll it
+        rotate=False,  # 7 GB of weights
+    )
 
 
 # ---- sparse_attention, hyper_connection, engram ----

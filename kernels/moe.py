@@ -383,7 +383,7 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
     new = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=x.device)  # noqa: E731
     native, n_pairs = has_e4m3(x), T * k
     operand = torch.bfloat16 if x.is_cuda else torch.float32
-    (BM, BN, BK, warps, stages), sort = _tiles(T, n_pairs, E, x.is_cuda)
+    (BM, BN, BK, warps, stages), sort = _tiles(T, n_pairs, E, x.device)
     routed_tiles = n_pairs // BM + E if sort else n_pairs
     all_tiles = routed_tiles + (triton.cdiv(T, BM) if shared is not None else 0)
 
@@ -429,17 +429,20 @@ def aot_cases():
     signature |= dict.fromkeys(["T", "n_pairs", "routed_tiles", "all_tiles", "n_blocks", "sorters", "x_stride"], "i32")
     signature |= {"p_ptr": "*fp32", "limit": "fp32"}
     cases = []
-    for tokens, matrix in ((1, "m64n16k16"), (64, "m64n16k16"), (4096, "m64n64k16")):
-        (BM, BN, BK, warps, stages), sort = _tiles(tokens, 6 * tokens, 384, True)
-        constants = dict(D=5120, I=2304, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort, NATIVE=True, PRECISION="tf32")
+    hopper = "wgmma.mma_async.sync.aligned.m64{}k16.f32.bf16.bf16"
+    for tokens, arch, unit in (
+        (1, 80, "mma.sync"), (4096, 80, "mma.sync"),
+        (1, 90, hopper.format("n16")), (64, 90, hopper.format("n16")), (4096, 90, hopper.format("n64")),
+        (1, 100, "tcgen05.mma"), (4096, 100, "tcgen05.mma"),
+    ):  # fmt: skip
+        (BM, BN, BK, warps, stages), sort = _tiles(tokens, 6 * tokens, 384, torch.device("cuda"), hopper=arch == 90)
+        constants = dict(D=5120, I=2304, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort)
+        constants |= dict(NATIVE=arch > 80, PRECISION="tf32")
         options = dict(num_warps=warps, num_stages=stages)
-        expected = {
-            90: [f"wgmma.mma_async.sync.aligned.{matrix}.f32.bf16.bf16", "fma.rn.bf16x2"],
-            100: ["fma.rn.bf16x2"],
-        }
+        expected = {arch: [unit, "fma.rn.bf16x2"]}
         up = constants | dict(TOP_K=6, DTYPE=tl.bfloat16)
-        cases.append((f"up {tokens}", _up_kernel, signature, up, options, expected))
-        cases.append((f"down {tokens}", _down_kernel, signature, constants, options, expected))
+        cases.append((f"up {tokens} sm_{arch}", _up_kernel, signature, up, options, expected))
+        cases.append((f"down {tokens} sm_{arch}", _down_kernel, signature, constants, options, expected))
     prepare = dict(D=5120, BM=64, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=True)
     cases.append(("prepare", _prepare_kernel, signature, prepare, dict(num_warps=4), {90: [], 100: []}))
     combine = dict(TOP_K=6, K_PAD=8, D=5120, BLOCK=1024, SHARED=True, NATIVE=True)
@@ -447,16 +450,19 @@ def aot_cases():
     return cases
 
 
-def _tiles(tokens, n_pairs, experts, on_gpu):
+def _tiles(tokens, n_pairs, experts, device, hopper=None):
     """(BM, BN, BK, num_warps, num_stages) and whether pairs are sorted by expert."""
     sort = tokens > 16
-    if not on_gpu:
+    if device.type != "cuda":
         return (16, 64, 128, 4, 2), sort
     if not sort:
         return (16, 64, 256, 4, 4), sort
     if n_pairs <= 24 * experts:
         return (16 if n_pairs <= 6 * experts else 32, 64, 256, 4, 3), sort
-    return (64, 128, 128, 8, 3), sort
+    if hopper is None:
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+    # 128 weight rows halve the reads of activations; on Blackwell the two sums would not fit in tensor memory with that
+    return (64, 128, 128, 8, 3) if hopper else (64, 64, 256, 4, 3), sort
 
 
 def _check(x, ids, p, w1, w3, w2, shared):

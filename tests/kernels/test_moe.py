@@ -5,8 +5,11 @@ Mutations seen to fail: at each test.
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from kernels.moe import moe
+from kernels.moe import fp4_operands, moe
+from kernels.reference.block_quant import block_dequant_reference
 from kernels.reference.moe import moe_reference
 from kernels.testing import poisoned_empty, relative_error
 
@@ -14,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Sums in another order: 5e-7 is typical. An inner activation next to a rounding tie may land on the other E4M3 code,
 # which moves one of its I terms by 6 %; on a matrix unit, whose sums are coarser, and in bfloat16 this does happen.
 FP32 = 3e-6 if DEVICE == "cpu" else 3e-3
-BF16 = 1.5e-2
+BF16 = 5e-3
 
 
 def inputs(T, E, k, D, I, dtype=torch.float32, seed=0, shared=True):
@@ -45,8 +48,8 @@ def check(args, tolerance=FP32, **options):
     return out
 
 
-# Seen to fail: p after w2 rather than before it; w1 and w3 exchanged; even and odd channels exchanged in h; a tile's end
-# ignored; slot count without `+ e`; position not advanced between steps of PAIRS; scales one step late; shared left out.
+# Seen to fail: p after w2 rather than before it; w1 and w3 exchanged; channels of h modulo 4 exchanged; a tile's end
+# ignored; slots without `+ e`; position not advanced between steps of PAIRS; scales one step late; shared left out.
 @pytest.mark.parametrize(
     ("T", "E", "k", "D", "I"),
     [
@@ -77,7 +80,10 @@ def test_all_tokens_to_one_expert_and_picks_switched_off(T):
 
 
 def test_clamp_is_one_sided_for_the_gate():
-    """Large inputs reach both clamps. Seen to fail: no clamp; the gate clamped from below too; up clamped from above only."""
+    """Large inputs reach both clamps.
+
+    Seen to fail: no clamp; the gate clamped from below too; up clamped from above only.
+    """
     x, *rest = inputs(6, 3, 2, 64, 64)
     check((x * 40, *rest), limit=10.0)
     check((x * 40, *rest), limit=1.5)
@@ -143,8 +149,29 @@ def test_released_widths(T, dtype):
     check(inputs(T, 32, 6, 5120, 2304, dtype), FP32 if dtype == torch.float32 else BF16)
 
 
+@triton.jit
+def _decode_kernel(words_ptr, scales_ptr, out_ptr):
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None]
+    q = tl.load(words_ptr + row * 32 + tl.arange(0, 32)[None, :])
+    scales = tl.load(scales_ptr + row * 4 + tl.arange(0, 4)[None, :])
+    values = fp4_operands(q, scales, tl.bfloat16)
+    at = out_ptr + row * 128 + 4 * tl.arange(0, 32)[None, :]
+    for j in tl.static_range(4):
+        tl.store(at + j, values[j].to(tl.float32) * 4294967296.0)
+
+
 @pytest.mark.gpu
-def test_decoding_matches_the_format():
-    """The device's FP4 decoding is exact for every byte and the scales of practice: against integers through w1 only."""
-    args = inputs(4, 384, 6, 256, 256, torch.bfloat16)
-    check(args, BF16)
+def test_decoding_in_registers_is_exact():
+    """All 65,536 words of four codes, rows under scales 2^-100 .. 2^33, then NaN: the values of the mxfp4 format.
+
+    The inline assembly runs on a GPU only. Its integer part was checked on all words against the table of codes.
+    """
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).reshape(2048, 32).to(DEVICE)
+    scales = (27 + torch.arange(2048 * 4) % 134).to(torch.uint8).reshape(2048, 4).to(DEVICE)
+    scales[7], scales[9] = 255, 161
+    out = torch.full((2048, 128), 77.0, device=DEVICE)
+    _decode_kernel[(128,)](words, scales, out)
+    expected = block_dequant_reference(words.view(torch.uint8), scales, "mxfp4", dtype=torch.float32)
+    expected[9] = float("nan")  # 2^34 does not fit: NaN rather than a wrong number
+    same = (out.view(torch.int32) == expected.view(torch.int32)) | (out.isnan() & expected.isnan())
+    assert same.all()
