@@ -107,9 +107,10 @@ def indexer_case(requests, queries, entries, device, maxima=False, candidates=0,
 
     H, D = 32, 128
     g = torch.Generator(device).manual_seed(0)
-    byte = lambda *shape, low=0, high=256: torch.randint(
-        low, high, shape, generator=g, dtype=torch.uint8, device=device
-    )  # noqa: E731, E501
+
+    def byte(*shape, low=0, high=256):
+        return torch.randint(low, high, shape, generator=g, dtype=torch.uint8, device=device)
+
     inputs = (
         byte(requests, queries, H, D // 2),
         byte(requests, queries, H, D // 32, low=120, high=130),

@@ -2,9 +2,9 @@
 
 Mutations tried, each turned at least one test red: `entry < limit` to `<=`, ratio left out of the limit, the length
 left out, low and high nibbles exchanged in the keys alone, rows swapped before the product but not after it, the ReLU
-removed, `propagate_nan` removed, `broken` removed from the maxima, the -inf tiles not written, `candidates` read without
-the query's row, padding heads given weight 1, the word of scales shifted by 4 instead of 8. In the PTX: each mask,
-shift, selector and constant.
+removed, `propagate_nan` removed, `broken` removed from the maxima, the -inf tiles not written, `candidates` read
+without the query's row, padding heads not masked, the word of scales shifted by 4 instead of 8. In the PTX: masks,
+shifts, selectors and constants.
 """
 
 import re
