@@ -396,8 +396,8 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
         D=D, BM=BM, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=native, num_warps=4,
     )  # fmt: skip
 
-    w1, w3, w2 = [(codes.view(torch.int16), scales) for codes, scales in (w1, w3, w2)]
     v1, v3, v2 = shared if shared is not None else (w1, w3, w2)  # not read without a shared expert
+    w1, w3, w2 = [(codes.view(torch.int16), scales) for codes, scales in (w1, w3, w2)]
     common = dict(
         D=D, I=I, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort, NATIVE=native,
         PRECISION="tf32" if x.is_cuda else "ieee", num_warps=warps, num_stages=stages,

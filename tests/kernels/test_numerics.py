@@ -120,6 +120,7 @@ def test_relative_error_sees_misplaced_specials():
     a = torch.tensor([1.0, 2.0, float("nan")])
     assert relative_error(a, a) == 0
     assert relative_error(torch.tensor([1.0, 2.0, 3.0]), a) == math.inf
+    assert relative_error(a, torch.tensor([1.0, 2.0, 3.0])) == math.inf
     assert relative_error(a, torch.tensor([1.0, 2.0, float("inf")])) == math.inf
     assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 5.0])) == pytest.approx(math.sqrt(10) / 5)
     with pytest.raises(ValueError, match="shape"):
