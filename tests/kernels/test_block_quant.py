@@ -175,6 +175,9 @@ def test_one_record_tensor_and_strided_input(format):
 def test_nearest_and_idempotent(format, seed, exponents, bf16):
     """unpack(pack(x)) is the nearest value of the block's grid, and packing it again changes no value.
 
+    One exception belongs to the format: a subnormal E4M3 scale is rounded by up to a half, not a sixteenth, of its
+    size. The largest value may then become 4 s, which asks for a smaller scale when it is packed again.
+
     Seen to fail: truncation in place of rounding in either encoder.
     """
     g = torch.Generator().manual_seed(seed)
@@ -183,7 +186,8 @@ def test_nearest_and_idempotent(format, seed, exponents, bf16):
     codes, scales = block_quant(x.to(DEVICE), format)
     values = block_dequant(codes, scales, format, dtype=torch.float32)
     again = block_dequant(*block_quant(values, format), format, dtype=torch.float32)
-    assert torch.equal(again, values)
+    normal = (scales >= 8 if format == "fp4" else scales >= 0).repeat_interleave(FORMATS[format], dim=1)
+    assert torch.equal(again[normal], values[normal])
 
     one = torch.full_like(codes, 0x38 if format == "fp8" else 0x22)  # every element 1.0
     scale = block_dequant(one, scales, format, dtype=torch.float32).cpu().double()

@@ -59,6 +59,7 @@ def check(args, tolerance=FP32, **options):
         (16, 3, 3, 64, 96),
         (17, 5, 2, 64, 32),
         (70, 3, 2, 96, 64),
+        (2, 3, 2, 288, 160),
     ],
 )
 def test_matches_reference(T, E, k, D, I):
@@ -110,9 +111,18 @@ def test_sum_is_in_ascending_expert_order():
         assert out[0, 0].item() == (2.0**24 + (2 if big == 2 else 0))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_nan_weight_survives_the_clamp(which):
+    """A NaN in the gate or in the up projection alone. Seen to fail: either clamp by minimum and maximum."""
+    x, ids, p, *weights, shared = inputs(6, 3, 2, 64, 32)
+    weights[which][1][1, 5, 0] = 255  # one row of expert 1
+    out = check((x, ids, p, *weights, shared))
+    assert torch.equal(out.isnan().all(dim=1), (ids == 1).any(dim=1)) and out.isnan().any() and out.isfinite().any()
+
+
 @pytest.mark.parametrize("T", [3, 20])
 def test_nan_and_infinity_stay_with_their_token(T):
-    """Seen to fail: the clamps by minimum and maximum, which turn a NaN into the limit."""
+    """Seen to fail: activation blocks that hold NaN or infinity given an ordinary scale."""
     x, *rest = inputs(T, 4, 2, 64, 32)
     x[1, 7] = float("nan")
     x[2, 9] = float("inf")
