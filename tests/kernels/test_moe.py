@@ -48,7 +48,7 @@ def check(args, tolerance=FP32, **options):
     return out
 
 
-# Seen to fail: p after w2 rather than before it; w1 and w3 exchanged; channels of h modulo 4 exchanged; a tile's end
+# Seen to fail: p left out; w3 read for w1; channels of h modulo 4 exchanged; a tile's end
 # ignored; slots without `+ e`; position not advanced between steps of PAIRS; scales one step late; shared left out.
 @pytest.mark.parametrize(
     ("T", "E", "k", "D", "I"),
@@ -93,7 +93,7 @@ def test_clamp_is_one_sided_for_the_gate():
 def test_sum_is_in_ascending_expert_order():
     """Three picks whose sum in float32 depends on the order: 2^24 + 1 + 1 against 1 + 1 + 2^24.
 
-    Seen to fail: rank counted by `>`; picks summed in their own order.
+    Seen to fail: rank counted by `>`.
     """
     x, _, _, w1, w3, w2, _ = inputs(1, 3, 3, 32, 32)
     for weight in (w1, w3, w2):
