@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= out
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-gpu clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -37,6 +37,10 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/flashsim/bench_speed.py --benchmark-only --benchmark-columns=min,median,max,rounds
+
+# On a machine with a CUDA device and its own torch and triton: nothing is installed. Rows are appended.
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) -m kernels.bench --out data/measured/kernels.csv
 
 clean:
 	rm -rf $(VENV) $(OUT) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
