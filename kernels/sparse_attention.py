@@ -34,8 +34,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Decoded records are held times 2^-8, which leaves room for the one product in UNPACK_PTX; scores and output undo it.
 SHIFT = tl.constexpr(2.0**-8)
 
-# Four packed bytes, and for each a pair of bfloat16 scales * 2^118 -> the two channels of each byte times 2^-8, the even
-# one in the low half. A code s|ee|m at the bits 15 and 8..6 of a bfloat16 reads as its value times 2^-126, subnormals too.
+# Four packed bytes, and for each a pair of bfloat16 scales * 2^118 -> the two channels of each byte times 2^-8, the
+# even one in the low half. A code s|ee|m at the bits 15 and 8..6 of a bfloat16 reads as its value times 2^-126,
+# subnormals included.
 UNPACK_PTX = tl.constexpr("""{
     .reg .b32 even, x, y, nil;
     mov.b32 nil, 0x80008000;
@@ -263,7 +264,7 @@ def sparse_attention(q, window_codes, window_scales, slots, codes, scales, indic
     if not queries:
         return out
     interpreted = q.device.type == "cpu"
-    rows, head_tile, warps, splits = _plan(queries, heads, slots.shape[1], indices.shape[1], q, splits)
+    rows, head_tile, splits = _plan(queries, heads, slots.shape[1], indices.shape[1], q, splits)
     tiles = -(-slots.shape[1] // rows) + -(-indices.shape[1] // rows)
     per_split = max(1, -(-tiles // splits))
     splits = max(1, -(-tiles // per_split))
@@ -281,7 +282,7 @@ def sparse_attention(q, window_codes, window_scales, slots, codes, scales, indic
         DTYPE=tl.float32 if interpreted else tl.bfloat16,
         TERMS=3 if q.dtype == torch.float32 and not interpreted else 1,
         NATIVE=not interpreted and torch.cuda.get_device_capability(q.device) >= (8, 9),
-        num_warps=warps, num_stages=1,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(heads, queries)](
@@ -297,20 +298,20 @@ def _processors(device):
 
 
 def _plan(queries, heads, window, selected, q, splits):
-    """(records a tile, heads a program, warps, splits).
+    """(records a tile, heads a program, splits); a program fills an SM, by its registers and, wide, its shared memory.
 
-    Wide programs decode a record once for 64 heads and need a whole SM (208 KB of shared memory); small ones of 16
-    heads fit twice and finish sooner when there are too few queries to fill the GPU. float32 needs the small ones.
+    Wide programs decode a record once for 64 heads. Small ones of 16 heads and 64 records finish sooner where there are
+    too few queries to fill the GPU; float32, with its three terms, needs them.
     """
     processors = _processors(q.device)
-    small = queries * -(-heads // 16) * -(-(window + selected) // 64) <= 2 * processors
-    if small or q.dtype == torch.float32 or heads <= 16:
-        rows, head_tile, warps, slots = 64, 16, 4, 2 * processors
+    few = queries * -(-heads // 16) * -(-(window + selected) // 64) <= processors
+    if few or q.dtype == torch.float32 or heads <= 16:
+        rows, head_tile = 64, 16
     else:
-        rows, head_tile, warps, slots = 128, min(64, triton.next_power_of_2(heads)), 8, processors
+        rows, head_tile = 128, min(64, triton.next_power_of_2(heads))
     if splits is None:
-        splits = min(16, max(1, slots // (queries * -(-heads // head_tile))))
-    return rows, head_tile, warps, splits
+        splits = min(16, max(1, processors // (queries * -(-heads // head_tile))))
+    return rows, head_tile, splits
 
 
 def _describe(t):
@@ -364,12 +365,12 @@ def aot_cases():
     exact = types | {"q_ptr": "*fp32", "out_ptr": "*fp32"}
     narrow = small | {"D": 128, "WIDTH": 128}
     combine = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32:16"}
-    eight, four = {"num_warps": 8, "num_stages": 1}, {"num_warps": 4, "num_stages": 1}
+    warps = {"num_warps": 8, "num_stages": 1}
     return [
-        ("wide", kernel, types, wide | {"NATIVE": True}, eight, {90: ("wgmma.mma_async",), 100: ("tcgen05.mma",)}),
-        ("split", kernel, partial, small | {"NATIVE": True}, four, {90: ("mma.sync",), 100: ("mma.sync",)}),
-        ("narrow", kernel, partial, narrow | {"NATIVE": False}, four, {80: ("mma.sync",)}),
-        ("float32", kernel, exact, narrow | {"SPLIT": False, "TERMS": 3, "NATIVE": True}, four, {90: ("mma.sync",)}),
+        ("wide", kernel, types, wide | {"NATIVE": True}, warps, {90: ("wgmma.mma_async",), 100: ("tcgen05.mma",)}),
+        ("split", kernel, partial, small | {"NATIVE": True}, warps, {90: ("mma.sync",), 100: ("mma.sync",)}),
+        ("narrow", kernel, partial, narrow | {"NATIVE": False}, warps, {80: ("mma.sync",)}),
+        ("float32", kernel, exact, narrow | {"SPLIT": False, "TERMS": 3, "NATIVE": True}, warps, {90: ("mma.sync",)}),
         ("combine", _combine_kernel, combine | {"splits": "i32"}, {"D": 512, "WIDTH": 512, "SPLITS": 4},
          {"num_warps": 4}, None),
     ]  # fmt: skip

@@ -67,7 +67,7 @@ def test_matches_the_reference(queries, heads, width, window, selected, splits):
 
 def test_wide_programs(monkeypatch):
     # The plan of a large batch: 64 heads and 128 records a program. Mutation: heads from 32 on not stored.
-    monkeypatch.setattr("kernels.sparse_attention._plan", lambda *arguments: (128, 64, 8, arguments[-1]))
+    monkeypatch.setattr("kernels.sparse_attention._plan", lambda *arguments: (128, 64, arguments[-1]))
     check(inputs(2, 40, 64, 100, 300), splits=1)
     check(inputs(2, 70, 64, 10, 150), splits=2)
 
