@@ -65,6 +65,14 @@ UNPACK_PTX = tl.constexpr("""{
 
 
 @triton.jit
+def _settled(x):
+    """x, unchanged: Triton 3.6 fails to compile when it tries to carry the reshape before this into shared memory."""
+    if x.dtype.is_bf16():
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
 def _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.constexpr, WIDTH: tl.constexpr,
               DTYPE: tl.constexpr):  # fmt: skip
     """The FP4 records at rows, times 2^-8: [ROWS, WIDTH]; absent ones (row < 0) are zeros."""
@@ -91,7 +99,7 @@ def _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.con
     else:
         scale = (e4m3_bits_to_f32(scale & 0x7F) * SHIFT)[:, :, None, None]
         even, odd = e2m1_code_to_f32(code) * scale, e2m1_code_to_f32(code >> 4) * scale
-    return tl.reshape(tl.join(even, odd), [ROWS, WIDTH])
+    return _settled(tl.reshape(tl.join(even, odd), [ROWS, WIDTH]))
 
 
 @triton.jit
@@ -108,7 +116,7 @@ def _load_fp8(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.con
     code = tl.load(codes_ptr + at, mask=inside[:, :, None, None], other=0)  # [ROWS, WIDTH / 32, 4, 8]
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else e4m3_bits_to_f32(code)
     value = (value * (ue8m0_to_f32(scale) * SHIFT)[:, :, None, None]).to(DTYPE)
-    return tl.reshape(value, [ROWS, WIDTH])
+    return _settled(tl.reshape(value, [ROWS, WIDTH]))
 
 
 @triton.jit
