@@ -2,12 +2,12 @@
 
     acc_s    = c_0 m_0 xor c_1 m_1 xor ... xor c_s m_s                       s = 1 .. S - 1, c_s the id s positions back
     row[s,a] = acc_s mod modulus[s, a] + offset[s, a]                        a = 0 .. A - 1
-    E        = the rows' values, one after the other, E4M3 times UE8M0 per 32                  ... kv = E . wkv^T outside
+    E        = the rows' values, one after the other, E4M3 times UE8M0 per 32            (kv = E . wkv^T outside)
     t_k      = sum_c(h_k qw_k kw_k key_k) * rsqrt(mean h_k^2 + eps) * rsqrt(mean key_k^2 + eps) * D^-0.5
     h_k     <- h_k + sigmoid(copysign(sqrt(max(|t_k|, 1e-6)), t_k)) * value
 
 A position before the start or inside an image blocks its slot and all further ones; a blocked slot takes the id `pad`.
-Ids are below 2^17 and multipliers below 2^47, so products fit in a signed int64 and the xor is never negative.
+Multipliers are such that id times multiplier stays below 2^63: the signed xor is never negative.
 
 Shapes: B sequences of L positions, S slots, A heads a slot, T tokens, R rows of W bytes, N streams of D channels.
 engram_rows     reads L ids, writes (S - 1) * A * 8 bytes a position; 64-bit arithmetic, a few microseconds.
@@ -177,9 +177,10 @@ def engram_rows(ids, multipliers, moduli, offsets, pad, image=None, new=None):
 
 
 def engram_gather(codes, scales, rows, dtype=torch.bfloat16):
-    """Values [..., C * W] of table rows int64 [..., C]; a table is E4M3 codes uint8 [R, W] and UE8M0 scales [R, W / 32].
+    """Values [..., C * W] of table rows int64 [..., C].
 
-    The values are exact in bfloat16. Rows are not checked against R.
+    A table is E4M3 codes uint8 [R, W] and UE8M0 scales uint8 [R, W / 32]. The values are exact in bfloat16. Rows are
+    not checked against R.
     """
     for name, t in (("codes", codes), ("scales", scales)):
         if t.dtype != torch.uint8 or t.ndim != 2 or t.stride(1) != 1 or t.device != rows.device:
@@ -210,8 +211,8 @@ def engram_gather(codes, scales, rows, dtype=torch.bfloat16):
 def engram_update(h, kv, q_weight, k_weight, image=None, eps=1e-20):
     """h' [T, N, D], streams h (float32 or bfloat16) plus gated value.
 
-    kv [T, (N + 1) * D] in the type of h: N keys, then the value that the streams share. q_weight, k_weight [N, D], float32
-    or bfloat16. image bool [T]: these tokens keep their streams.
+    kv [T, (N + 1) * D] in the type of h: N keys, then the value that the streams share. q_weight, k_weight [N, D],
+    float32 or bfloat16. image bool [T]: these tokens keep their streams.
     """
     if h.ndim != 3 or h.dtype not in (torch.float32, torch.bfloat16) or h.stride(2) != 1:
         raise TypeError(f"h must be float32 or bfloat16 [tokens, streams, width], unit last stride, got {_describe(h)}")
@@ -255,18 +256,15 @@ def aot_cases():
         "codes_stride": "i32:16", "scales_stride": "i32",
     }  # fmt: skip
     update = dict.fromkeys(("h_ptr", "kv_ptr", "q_weight_ptr", "k_weight_ptr", "out_ptr"), "*bf16")
-    update |= {
-        "image_ptr": "*u8",
-        "h_stride": "i32:16",
-        "h_stream_stride": "i32:16",
-        "kv_stride": "i32:16",
-        "eps": "fp32",
-    }
+    update |= {"image_ptr": "*u8", "h_stride": "i32:16", "h_stream_stride": "i32:16", "kv_stride": "i32:16"}
+    update |= {"eps": "fp32"}
+    hashing = {"SLOTS": 4, "HEADS": 8, "HEADS_PAD": 8, "HAS_IMAGE": True, "BLOCK": 64}
     sizes = {"WIDTH": 256, "GROUPS": 8, "ROWS": 16}
-    four = {"num_warps": 4}
+    streams = {"N": 4, "D": 5120, "BLOCK": 8192, "HAS_IMAGE": True}
+    native = {90: ("e4m3x2",), 100: ("e4m3x2",)}  # the conversion in hardware
     return [
-        ("rows", _rows_kernel, rows, {"SLOTS": 4, "HEADS": 8, "HEADS_PAD": 8, "HAS_IMAGE": True, "BLOCK": 64}, four, None),
-        ("gather", _gather_kernel, gather, sizes | {"NATIVE": True}, four, {90: ("e4m3x2",), 100: ("e4m3x2",)}),
-        ("gather", _gather_kernel, gather, sizes | {"NATIVE": False}, four, {80: ()}),
-        ("update", _update_kernel, update, {"N": 4, "D": 5120, "BLOCK": 8192, "HAS_IMAGE": True}, {"num_warps": 8}, None),
-    ]  # fmt: skip
+        ("rows", _rows_kernel, rows, hashing, {"num_warps": 4}, None),
+        ("gather", _gather_kernel, gather, sizes | {"NATIVE": True}, {"num_warps": 4}, native),
+        ("gather", _gather_kernel, gather, sizes | {"NATIVE": False}, {"num_warps": 4}, {80: ()}),
+        ("update", _update_kernel, update, streams, {"num_warps": 8}, None),
+    ]

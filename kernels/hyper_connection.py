@@ -9,9 +9,9 @@
 
 A site collapses with the `pre` of the site before, so when its output y is there everything of the next site but the
 Sinkhorn can be had from the streams as they pass: `hyper_connection` expands, and from h' in registers, rounded as it
-is stored, accumulates the next collapse, the projections and the mean square. Every stream is read once and written once;
-`hyper_expand`, `hyper_coefficients` and `hyper_collapse` one after the other read three times and write once. All four
-are one kernel with parts left out, and a small second one for sigmoids and Sinkhorn.
+is stored, accumulates the next collapse, the projections and the mean square. Every stream is read once and written
+once; `hyper_expand`, `hyper_coefficients` and `hyper_collapse` one after the other read three times and write once. All
+four are one kernel with parts left out, and a small second one for sigmoids and Sinkhorn.
 
 The projection needs fp32: streams in bfloat16 meet fn as three bfloat16 terms that add up to it exactly.
 
@@ -33,7 +33,7 @@ BLOCK_D = 64  # channels a step
 
 @triton.jit
 def _to_bf16(x):
-    """Two at a time: conversions one by one, as `.to` issues them for a value that is used on, run at a quarter speed."""
+    """Two at a time: `.to` issues single conversions where the value is also used on, at a quarter of the speed."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2)
 
 
@@ -251,7 +251,8 @@ def _run(h, y=None, post=None, comb=None, pre=None, fn=None):
         _pass_kernel[(splits, blocks)](
             h, y, post, comb, pre, fn, new, collapsed, sums, tokens, width,
             h.stride(0), h.stride(1), y.stride(0) if y is not None else 0, per_split,
-            N=n, N_PAD=triton.next_power_of_2(n), C=c, C_PAD=max(16, triton.next_power_of_2(c)), EXPAND=y is not None, COLLAPSE=pre is not None,
+            N=n, N_PAD=triton.next_power_of_2(n), C=c, C_PAD=max(16, triton.next_power_of_2(c)),
+            EXPAND=y is not None, COLLAPSE=pre is not None,
             PROJECT=fn is not None, BF16=h.dtype == torch.bfloat16, BLOCK_T=block_t, BLOCK_D=BLOCK_D,
             num_warps=8 if block_t == 64 else 4, num_stages=2 if n <= 6 else 1,
         )  # fmt: skip

@@ -151,8 +151,8 @@ def test_update(tokens, n, width):
 
 
 def test_gate_of_a_zero_keeps_its_sign():
-    # mean(h^2) overflows, its rsqrt is 0 and t = +0 or -0: gates sigmoid(0.001) and sigmoid(-0.001). Mutation: a sign by
-    # comparison.
+    # mean(h^2) overflows, its rsqrt is 0 and t = +0 or -0: gates sigmoid(0.001) and sigmoid(-0.001). Mutation: a
+    # sign by comparison.
     h, kv, q_weight, k_weight = update_inputs(1, 1, 32)
     h.fill_(1e20), k_weight.fill_(1.0)
     kv[:, :32], kv[:, 32:] = 1.0, 1e20
