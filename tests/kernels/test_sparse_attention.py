@@ -12,8 +12,9 @@ from kernels.sparse_attention import sparse_attention
 from kernels.testing import poisoned_empty, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The kernel in fp32 differs from the twin by the order of sums and by exp2 for exp: 4e-7 seen.
-FP32 = 2e-6
+# The kernel in fp32 differs from the twin by the order of sums and by exp2 for exp: 4e-7 seen. On a GPU it multiplies
+# three bf16 terms in the matrix unit, whose sums truncate: 4e-6 seen.
+FP32 = 2e-6 if DEVICE == "cpu" else 1e-5
 # bf16 queries: probabilities and the output are rounded to bf16, each about 2^-9 / sqrt(3).
 BF16 = 4e-3
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NumPy, under the interpreter
