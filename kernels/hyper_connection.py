@@ -13,7 +13,9 @@ is stored, accumulates the next collapse, the projections and the mean square. E
 once; `hyper_expand`, `hyper_coefficients` and `hyper_collapse` one after the other read three times and write once. All
 four are one kernel with parts left out, and a small second one for sigmoids and Sinkhorn.
 
-The projection needs fp32: streams in bfloat16 meet fn as three bfloat16 terms that add up to it exactly.
+The projection needs fp32: streams in bfloat16 meet fn as three bfloat16 terms that add up to it exactly. The
+matrix unit rounds its sums toward zero: over all channels of a token they would lose 1e-4, so it adds up one step of
+BLOCK_D channels at a time, and the steps are added outside.
 
 Shapes: T tokens, N streams (1..8), D channels, C = (2 + N) * N projections.
 Reads T*N*D*2 + T*D*2 bytes of bfloat16 and writes as many; fn (C*N*D*4 bytes) comes from L2 once for BLOCK_T tokens.
@@ -107,6 +109,7 @@ def _pass_kernel(
         if EXPAND:
             y = tl.load(y_ptr + (token * y_stride)[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         collapsed = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        part = tl.zeros([BLOCK_T, C_PAD], tl.float32)  # of z, fresh each step
         for k in tl.static_range(N):
             stored = streams[k]
             if EXPAND:
@@ -127,8 +130,10 @@ def _pass_kernel(
                 )  # [BLOCK_D, C_PAD]
                 for _ in tl.static_range(3 if BF16 else 1):
                     term = _to_bf16(weight) if BF16 else weight
-                    z = tl.dot(stored, term, z, input_precision="ieee")
+                    part = tl.dot(stored, term, part, input_precision="ieee")
                     weight -= term.to(tl.float32)
+        if PROJECT:
+            z += part
         if COLLAPSE:
             out = collapsed_ptr + (token * D)[:, None] + channel[None, :]
             tl.store(out, _to_bf16(collapsed) if BF16 else collapsed, mask=inside)
