@@ -263,3 +263,151 @@ def moe_case(t, experts, picks, d, i, device):
 
 
 # ---- sparse_attention, hyper_connection, engram ----
+
+
+def _normal(seed, device):
+    """(draw, dtype): seeded normal tensors in the dtype that a case runs in, bf16 or, under the interpreter, fp32."""
+    g = torch.Generator(device).manual_seed(seed)
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return lambda *shape: torch.randn(shape, generator=g, device=device), dtype
+
+
+@register(
+    "sparse_attention",
+    sizes={
+        "decode, 1 x 64 x (128 + 512) x 512": dict(queries=1, goal="0.020 ms"),
+        "decode, 32 x 64 x (128 + 512) x 512": dict(queries=32, goal="0.028 ms"),
+        "decode, 128 x 64 x (128 + 512) x 512": dict(queries=128, goal="0.045 ms"),
+        "decode, 512 x 64 x (128 + 512) x 512": dict(queries=512, goal="0.150 ms"),
+        "prefill, 4,096 x 64 x (128 + 512) x 512": dict(queries=4096, prefill=True, goal="0.95 ms"),
+    },
+    small=dict(queries=2, heads=4, window=6, selected=20, entries=50, width=64),
+)
+def sparse_attention_case(
+    queries, device, heads=64, window=128, selected=512, entries=131072, width=512, prefill=False, goal=""
+):
+    from kernels.reference.sparse_attention import sparse_attention_reference
+    from kernels.sparse_attention import sparse_attention
+
+    normal, dtype = _normal(0, device)
+    g = torch.Generator(device).manual_seed(1)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=g, device=device)  # noqa: E731
+    # Decode: a ring for each request. Prefill: one run of records, the last `window` of them for each query.
+    rows = queries + window - 1 if prefill else queries * window
+    slots = torch.arange(queries, device=device)[:, None] * (1 if prefill else window)
+    slots = (slots + torch.arange(window, device=device)).int()
+    w_codes = draw(0, 0x70, rows, width).byte()
+    w_scales = draw(118, 122, rows, width // 32).byte()
+    codes = draw(0, 256, entries, width // 2).byte()
+    scales = draw(0x20, 0x38, entries, width // 16).byte()
+    indices = draw(0, entries, queries, selected).int().sort(dim=1).values.contiguous()
+    q = normal(queries, heads, width).to(dtype)
+    window_bytes, selected_bytes = w_codes[0].numel() + w_scales[0].numel(), codes[0].numel() + scales[0].numel()
+    read = rows * window_bytes + min(queries * selected, entries) * selected_bytes
+    return Case(
+        run=sparse_attention,
+        reference=sparse_attention_reference,
+        inputs=(q, w_codes, w_scales, slots, codes, scales, indices, normal(heads)),
+        bytes_moved=read + 2 * q.numel() * q.element_size() + 4 * (slots.numel() + indices.numel()),
+        flops=4 * queries * heads * (window + selected) * width,
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=2e-6 if dtype == torch.float32 else 4e-3,
+        goal=goal,
+        baselines=("reference",) if queries <= 32 else (),  # one query after the other
+    )
+
+
+@register(
+    "hyper_connection",
+    sizes={
+        "4,096 x 4 x 5,120": dict(tokens=4096, goal="1.6x of 78.6 us"),
+        "4,096 x 4 x 5,120, in three parts": dict(tokens=4096, parts=True),
+        "64 x 4 x 5,120": dict(tokens=64),
+        "1 x 4 x 5,120": dict(tokens=1),
+    },
+    small=dict(tokens=5, width=96),
+)
+def hyper_connection_case(tokens, device, n=4, width=5120, parts=False, goal=""):
+    from kernels.hyper_connection import hyper_coefficients, hyper_collapse, hyper_connection, hyper_expand
+    from kernels.reference.hyper_connection import hyper_connection_reference
+
+    def in_parts(h, y, post, comb, pre, fn, base, scale):
+        new = hyper_expand(h, y, post, comb)
+        return new, hyper_collapse(new, pre), *hyper_coefficients(new, fn, base, scale)
+
+    normal, dtype = _normal(0, device)
+    h, y = normal(tokens, n, width).to(dtype), normal(tokens, width).to(dtype)
+    fn = normal((2 + n) * n, n * width) / (n * width) ** 0.5
+    stream_bytes, token_bytes = h.numel() * h.element_size(), y.numel() * y.element_size()
+    return Case(
+        run=in_parts if parts else hyper_connection,
+        reference=hyper_connection_reference,
+        inputs=(h, y, normal(tokens, n), normal(tokens, n, n), normal(tokens, n), fn, normal((2 + n) * n), normal(3)),
+        bytes_moved=(4 if parts else 2) * stream_bytes + 2 * token_bytes + fn.numel() * 4,
+        flops=2 * tokens * fn.numel(),
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=1e-5 if dtype == torch.float32 else 1e-3,
+        goal=goal,
+        baselines=() if parts else ("reference", "compiled"),
+    )
+
+
+@register("engram_rows", sizes={"8,192 positions": dict(length=8192)}, small=dict(length=9))
+def engram_rows_case(length, device):
+    from kernels.engram import engram_rows
+    from kernels.reference.engram import engram_rows_reference
+
+    g = torch.Generator(device).manual_seed(0)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=g, device=device)  # noqa: E731
+    return Case(
+        run=lambda *tensors: engram_rows(*tensors, pad=2),
+        reference=lambda *tensors: engram_rows_reference(*tensors, pad=2),
+        inputs=(
+            draw(0, 99092, 1, length).int(), draw(0, 2**45, 4) * 2 + 1, draw(16_000_000, 16_001_000, 3, 8),
+            torch.arange(24, device=device).reshape(3, 8) * 16_000_000,
+        ),
+        bytes_moved=length * (4 + 24 * 8),
+        flops=0,
+        dtype="int64",
+        baselines=(),  # Python integers
+    )  # fmt: skip
+
+
+@register("engram_gather", sizes={"8,192 x 24 of 16M x 256": dict(tokens=8192)}, small=dict(tokens=3, entries=40))
+def engram_gather_case(tokens, device, entries=16_000_000, columns=24, width=256):
+    from kernels.engram import engram_gather
+    from kernels.reference.engram import engram_gather_reference
+
+    _, dtype = _normal(0, device)
+    codes = torch.empty(entries, width, dtype=torch.uint8, device=device).random_(0, 0x7F)
+    scales = torch.empty(entries, width // 32, dtype=torch.uint8, device=device).random_(110, 130)
+    rows = torch.randint(0, entries, (tokens, columns), device=device)
+    values = tokens * columns * width
+    return Case(
+        run=lambda *tensors: engram_gather(*tensors, dtype=dtype),
+        reference=lambda *tensors: engram_gather_reference(*tensors, dtype=dtype),
+        inputs=(codes, scales, rows),
+        bytes_moved=values + values // 32 + values * dtype.itemsize + rows.numel() * 8,
+        flops=0,
+        dtype=str(dtype).removeprefix("torch."),
+        rotate=False,  # the table is larger than the cache
+    )
+
+
+@register("engram_update", sizes={"4,096 x 4 x 5,120": dict(tokens=4096)}, small=dict(tokens=3, width=96))
+def engram_update_case(tokens, device, n=4, width=5120):
+    from kernels.engram import engram_update
+    from kernels.reference.engram import engram_update_reference
+
+    normal, dtype = _normal(0, device)
+    h, kv = normal(tokens, n, width).to(dtype), normal(tokens, (n + 1) * width).to(dtype)
+    q_weight, k_weight = normal(n, width).to(dtype), normal(n, width).to(dtype)
+    return Case(
+        run=engram_update,
+        reference=engram_update_reference,
+        inputs=(h, kv, q_weight, k_weight),
+        bytes_moved=(2 * h.numel() + kv.numel() + 2 * q_weight.numel()) * h.element_size(),
+        flops=0,
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=1e-6 if dtype == torch.float32 else 3e-4,
+    )
