@@ -101,7 +101,7 @@ def test_special_tokens_are_kept():
 
 def test_a_tokenizer_of_another_model():
     tokenizer = load_tokenizer(GOLDEN / "a32")
-    with pytest.raises(TokenizerError, match="gives 130 compressed ids, the config's .* is 131"):
+    with pytest.raises(TokenizerError, match=r"gives 130 compressed ids, the config's .* is 131"):
         engram_table(tokenizer, 160, 131)
     with pytest.raises(TokenizerError, match="no token 160"):
         engram_table(tokenizer, 161, 130)
