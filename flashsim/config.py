@@ -674,7 +674,8 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     if not known and isinstance(source, str) and os.sep not in source and not source.endswith(".json"):
         near = difflib.get_close_matches(source.lower(), (*PRESETS, *SMALL_PRESETS, *ALIASES), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError("model", source, f"{', '.join((*PRESETS, *SMALL_PRESETS))}, or the path of a config.json{hint}")
+        names = ", ".join((*PRESETS, *SMALL_PRESETS))
+        raise ConfigError("model", source, f"{names}, or the path of a config.json{hint}")
     label = path.parent.name if path.name == "config.json" else path.stem
     return _dispatch(read_json_object(path), label)
 

@@ -1,0 +1,70 @@
+"""Single-pass hyper-connections: K residual streams, mixed around every attention and every feed-forward.
+
+    z    = (f . fn^T) / sqrt(mean(f^2) + eps)         f: the K streams side by side
+    pre  = sigmoid(z[:K] scale[0] + base[:K]) + hc_eps
+    post = 2 sigmoid(z[K:2K] scale[1] + base[K:2K])
+    comb = sinkhorn(z[2K:] scale[2] + base[2K:])      [source stream, destination stream]
+
+A site collapses the streams with the `pre` of the site BEFORE it, runs, and spreads its output with its own `post` and
+`comb`; so the coefficients of a site can be computed while the site before it still runs. Layer 0 starts with (1, 0, ...),
+the head collapses with the last `pre`. Everything is float32. Source: V4.1 architecture 2.3, 2.4; test vector 16.5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.flop_counter import label
+from model.layers import wide
+
+
+class Mix(NamedTuple):
+    """Coefficients of one site: pre [..., K], post [..., K], comb [..., K source, K destination]."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """[..., K, K] made nearly doubly stochastic. The first row step is a softmax; the last step is on columns."""
+    m = torch.softmax(logits, dim=-1) + eps
+    m /= m.sum(dim=-2, keepdim=True).add_(eps)
+    for _ in range(iterations - 1):
+        m /= m.sum(dim=-1, keepdim=True).add_(eps)
+        m /= m.sum(dim=-2, keepdim=True).add_(eps)
+    return m
+
+
+def coefficients(
+    h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, norm_eps: float, iterations: int, eps: float
+) -> Mix:
+    """The mix of one site for streams h [..., K, D]; fn [(2 + K) K, K D], scale [3], base [(2 + K) K]."""
+    streams = h.shape[-2]
+    f = wide(h).flatten(-2)
+    with label("hyper_connection"):
+        z = F.linear(f, wide(fn))
+    z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + norm_eps)
+    pre, post, comb = z.split((streams, streams, streams * streams), dim=-1)
+    base_pre, base_post, base_comb = base.split((streams, streams, streams * streams))
+    return Mix(
+        torch.sigmoid(pre * scale[0] + base_pre) + eps,
+        2 * torch.sigmoid(post * scale[1] + base_post),
+        sinkhorn((comb * scale[2] + base_comb).unflatten(-1, (streams, streams)), iterations, eps),
+    )
+
+
+def collapse(h: Tensor, pre: Tensor) -> Tensor:
+    """sum_k pre_k h_k: streams [..., K, D] to [..., D]."""
+    return (pre.unsqueeze(-1) * wide(h)).sum(dim=-2).to(h.dtype)
+
+
+def expand(h: Tensor, y: Tensor, mix: Mix) -> Tensor:
+    """post_k y + sum_j comb[j, k] h_j: the streams after a site whose output is y [..., D]. Sums over the FIRST index."""
+    with label("hyper_connection_mixing"):
+        mixed = mix.comb.transpose(-1, -2) @ wide(h)
+    return (mix.post.unsqueeze(-1) * wide(y).unsqueeze(-2) + mixed).to(h.dtype)
