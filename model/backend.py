@@ -1,4 +1,4 @@
-"""Where the work is done: every op under one name, by `reference` (PyTorch, in the file of its mechanism) or by `triton`.
+"""Where the work is done: every op under one name, by `reference` (PyTorch, in its mechanism's file) or by `triton`.
 
 The choice is an argument of the model and shown in its repr; nothing falls back. `triton` takes each op from
 `kernels.<module>`, imported when the backend is made, and an op without a kernel is an error. On a CPU it runs in

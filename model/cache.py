@@ -5,12 +5,12 @@
 | `main_kv` | global | FP4 entry, one for `compress_ratio` tokens | layers that compress |
 | `index_key` | global | MXFP4 key of the same entry | the same layers |
 | `window_kv` | window | MXFP8 record of one token, the last `sliding_window` | every layer |
-| `compressor_state` | state | float32 value and gate of each token of a group that is not complete | layers of ratio > 1 |
+| `compressor_state` | state | float32 value and gate of each token of an open group | layers of ratio > 1 |
 
-After n tokens `nbytes()` is `flashsim.kv_cache` of n tokens, to the byte. That is what is *stored*; `reserved_nbytes()` is
-what the tensors take: room to grow, and `rollback` more places in each ring, so that a rejected suffix can be taken back
-although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither; Engram
-and replay read them. Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
+After n tokens `nbytes()` is `flashsim.kv_cache` of n tokens, to the byte. That is what is *stored*; `reserved_nbytes()`
+is what the tensors take: room to grow, and `rollback` more places in each ring, so that a rejected suffix can be taken
+back although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither;
+Engram and replay read them. Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CacheError(ValueError):
 
 
 class Ring:
-    """Rows of the newest tokens, [B, size, ...]; position p lies at p mod size. Holds positions first[b] .. end[b] - 1."""
+    """Rows of the newest tokens, [B, size, ...], position p at p mod size. Holds positions first[b] .. end[b] - 1."""
 
     def __init__(self, rows: Tensor):
         self.rows, self.size = rows, rows.shape[1]

@@ -84,7 +84,7 @@ class Compressor(nn.Module):
 
 
 class Groups:
-    """The groups that a step completes: `number` of them at most, from `first` [B] on, and how their tokens are found."""
+    """The groups that a step completes: at most `number`, from `first` [B] on, and how their tokens are found."""
 
     def __init__(self, step: Step, ratio: int, frozen: list[int]):
         first, last = ([n // ratio for n in side] for side in (step.start, step.end))

@@ -8,8 +8,8 @@
     h_k += g_k value
 
 A place is blocked before the start of the sequence and inside an image span, and so is everything beyond it. Tokens
-before a chunk, a replay or a prefix hit count: the cache has their ids. Integers are 64 bits wide and products stay below
-2^63. Source: V4.1 architecture 8; test vectors 16.2.
+before a chunk, a replay or a prefix hit count: the cache has their ids. Integers are 64 bits wide and products stay
+below 2^63. Source: V4.1 architecture 8; test vectors 16.2.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     comb = sinkhorn(z[2K:] scale[2] + base[2K:])      [source stream, destination stream]
 
 A site collapses the streams with the `pre` of the site BEFORE it, runs, and spreads its output with its own `post` and
-`comb`; so the coefficients of a site can be computed while the site before it still runs. Layer 0 starts with (1, 0, ...),
-the head collapses with the last `pre`. Everything is float32. Source: V4.1 architecture 2.3, 2.4; test vector 16.5.
+`comb`; so the coefficients of a site can be computed while the site before it still runs. Layer 0 starts with
+(1, 0, ...), the head collapses with the last `pre`. Everything is float32.
+Source: V4.1 architecture 2.3, 2.4; test vector 16.5.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class Mix(NamedTuple):
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """[..., K, K] made nearly doubly stochastic. The first row step is a softmax; the last step is on columns."""
-    m = torch.softmax(logits, dim=-1) + eps
-    m /= m.sum(dim=-2, keepdim=True).add_(eps)
+    streams = logits.shape[-1]
+    # A border of eps beside the matrix: then every sum is "+ eps" already, and a step is two small operations.
+    bordered = logits.new_full((*logits.shape[:-2], streams + 1, streams + 1), eps)
+    m, rows, columns = bordered[..., :-1, :-1], bordered[..., :-1, :], bordered[..., :, :-1]
+    m.copy_(torch.softmax(logits, dim=-1)).add_(eps)
+    m.div_(columns.sum(dim=-2, keepdim=True))
     for _ in range(iterations - 1):
-        m /= m.sum(dim=-1, keepdim=True).add_(eps)
-        m /= m.sum(dim=-2, keepdim=True).add_(eps)
+        m.div_(rows.sum(dim=-1, keepdim=True))
+        m.div_(columns.sum(dim=-2, keepdim=True))
     return m
 
 
@@ -49,13 +54,16 @@ def coefficients(
     with label("hyper_connection"):
         z = F.linear(f, wide(fn))
     z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + norm_eps)
-    pre, post, comb = z.split((streams, streams, streams * streams), dim=-1)
-    base_pre, base_post, base_comb = base.split((streams, streams, streams * streams))
+    sizes = (streams, streams, streams * streams)
+    pre, post, comb = torch.addcmul(base, z, _spread(scale, sizes)).split_with_sizes(sizes, dim=-1)
     return Mix(
-        torch.sigmoid(pre * scale[0] + base_pre) + eps,
-        2 * torch.sigmoid(post * scale[1] + base_post),
-        sinkhorn((comb * scale[2] + base_comb).unflatten(-1, (streams, streams)), iterations, eps),
+        torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), sinkhorn(comb.unflatten(-1, (streams, -1)), iterations, eps)
     )
+
+
+def _spread(scale: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """One scale for each coefficient, from one for each of the three kinds."""
+    return torch.cat([scale[i : i + 1].expand(n) for i, n in enumerate(sizes)])
 
 
 def collapse(h: Tensor, pre: Tensor) -> Tensor:
@@ -64,7 +72,7 @@ def collapse(h: Tensor, pre: Tensor) -> Tensor:
 
 
 def expand(h: Tensor, y: Tensor, mix: Mix) -> Tensor:
-    """post_k y + sum_j comb[j, k] h_j: the streams after a site whose output is y [..., D]. Sums over the FIRST index."""
+    """post_k y + sum_j comb[j, k] h_j: the streams after a site with output y [..., D]. Sums over the FIRST index."""
     with label("hyper_connection_mixing"):
         mixed = mix.comb.transpose(-1, -2) @ wide(h)
     return (mix.post.unsqueeze(-1) * wide(y).unsqueeze(-2) + mixed).to(h.dtype)

@@ -3,8 +3,8 @@
 Weights are [out, in] and nothing has a bias. `wide` is the precision of steps that run in float32 from bfloat16 inputs;
 a float64 model stays in float64, so that two ways of computing can be compared to the last digits.
 
-Shape letters of this package: B sequences, S tokens of a call, K streams (`hc_mult`), D hidden width, H heads, W width of
-one head or record, E compressed entries.
+Shape letters of this package: B sequences, S tokens of a call, K streams (`hc_mult`), D hidden width, H heads, W width
+of one head or record, E compressed entries.
 """
 
 from __future__ import annotations

@@ -62,10 +62,13 @@ def _e4m3_values(device: torch.device) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
 
 
-def power_of_two_byte(y: Tensor) -> Tensor:
-    """UE8M0 byte of P2(y) for float32 y > 0, by exponent bits; NaN and infinity give 255. int32."""
-    bits = y.view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=NAN_UE8M0)
+def power_of_two(y: Tensor) -> Tensor:
+    """P2(y) for float32 y > 0, by exponent bits: a mantissa that is not zero carries into the exponent.
+
+    NaN and infinity give infinity, whose exponent 255 is the NaN of UE8M0.
+    """
+    bits = y.view(torch.int32).clamp(max=0x7F800000)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
@@ -95,8 +98,8 @@ def pack(x: Tensor, form: BlockFormat) -> Tensor:
     else:
         top, floor = (E4M3_MAX, 1e-4) if form is MXFP8 else (E2M1_MAX, E2M1_MAX * 2.0**-126)
         # The reciprocal rounded to float32, as the model has it; a division can give twice the scale.
-        scales = power_of_two_byte(largest.clamp(min=floor) * (1.0 / top)).to(torch.uint8)
-        scale = _powers(x.device)[scales.int()]
+        scale = power_of_two(largest.clamp(min=floor) * (1.0 / top))
+        scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
     scaled = groups / scale.unsqueeze(-1)
     if form is MXFP8:
         codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
@@ -109,7 +112,7 @@ def pack(x: Tensor, form: BlockFormat) -> Tensor:
 def unpack_record(records: Tensor, form: BlockFormat, width: int, dtype: torch.dtype) -> Tensor:
     """Vectors [..., width] of records (uint8 [..., form.nbytes(width)]); code times scale is exact in bfloat16."""
     scales = form.scales(width)
-    codes, scale = records.split((records.shape[-1] - scales, scales), dim=-1)
+    codes, scale = records.split_with_sizes((records.shape[-1] - scales, scales), dim=-1)
     table = _e4m3_values if form is FP4 else _powers
     if form is MXFP8:
         values = _e4m3_values(records.device)[codes.int()]

@@ -1,7 +1,7 @@
 """Random weights for a model of any config: every parameter away from its neutral value, so that every rule shows.
 
-Matrices have entries of about 1 / sqrt(inputs), norms lie around 1, router biases and sinks around 0, and the streams are
-mixed by coefficients that depend on the input. The same seed gives the same weights, parameter by parameter.
+Matrices have entries of about 1 / sqrt(inputs), norms lie around 1, router biases and sinks around 0, and the streams
+are mixed by coefficients that depend on the input. The same seed gives the same weights, parameter by parameter.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     channels = 2 * turn.shape[-1]
     if channels == 0:
         return x
-    kept, tail = x.split((x.shape[-1] - channels, channels), dim=-1)
+    kept, tail = x.split_with_sizes((x.shape[-1] - channels, channels), dim=-1)
     pairs = torch.view_as_complex(wide(tail).unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2)
     return torch.cat((kept, turned.to(x.dtype)), dim=-1)

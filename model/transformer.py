@@ -161,7 +161,6 @@ class Transformer(nn.Module):
 
     # --- the three ways to call it ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def forward(
         self,
         ids: Tensor,
@@ -184,14 +183,11 @@ class Transformer(nn.Module):
             InputError: ids of another shape, type or range; too many tokens; no compressed ids for Engram.
         """
         cache, step, ids = self._begin(ids, cache, lengths, images)
-        h, pre = self._embed(ids, cache, step, images)
-        for layer in self.layers:
-            h, x = layer.enter(h, pre, step, cache, self.token_map)
-            h, pre = layer.finish(h, x, step, cache)
-        cache.advance(step)
-        return self._logits(h, pre, step, last)
+        with torch.inference_mode():
+            h, pre, _ = self._run(ids, step, cache, images, step.start)
+            logits = self._logits(h, pre, step, last)
+        return logits.clone()  # an ordinary tensor again
 
-    @torch.no_grad()
     def prefill(
         self,
         ids: Tensor,
@@ -220,8 +216,7 @@ class Transformer(nn.Module):
             if not good and not (name == "tail" and value == EXACT):
                 accepted = "a whole number from 1" + (f", {EXACT!r} or None" if name == "tail" else " or None")
                 raise InputError(f"{name} is {value!r}; accepted: {accepted}")
-        whole = self._begin(ids, cache, lengths, images)
-        cache, step, ids = whole
+        cache, step, ids = self._begin(ids, cache, lengths, images)
         rows = self.tail_rows() if tail == EXACT else tail
         if rows is None or self.boundary is None:
             first = step.start
@@ -234,16 +229,17 @@ class Transformer(nn.Module):
             start = [s + min(low, c) for s, c in zip(step.start, step.count, strict=True)]
             part = Step(self.config, start, count, self.device)
             section = None if images is None else images[:, low : low + part.rows]
-            made = self._run_chunk(ids[:, low : low + part.rows], part, cache, section, first)
             ending = [b for b, (p, e) in enumerate(zip(part.end, step.end, strict=True)) if count[b] and p == e]
+            with torch.inference_mode():
+                made = self._run(ids[:, low : low + part.rows], part, cache, section, first)
+                last = self._logits(*made, True)[ending] if ending else None
             if ending:
-                h, pre, kept = made
-                logits[ending] = self._logits(h, pre, kept, True)[ending]
+                logits[ending] = last
             if progress is not None:
                 progress(min(low + size, step.rows), step.rows)
         return logits
 
-    def _run_chunk(self, ids, step: Step, cache: Cache, images, first: list[int]):
+    def _run(self, ids, step: Step, cache: Cache, images, first: list[int]):
         """All layers for the rows from position first[b] on, the encoder half for all; None where no row is left."""
         h, pre = self._embed(ids, cache, step, images)
         result = (h, pre, step)

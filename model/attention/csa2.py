@@ -53,7 +53,7 @@ def sparse_attention(
 ) -> Tensor:
     """[Q, H, W] outputs of queries q [Q, H, W] over packed records.
 
-    window [*, bytes] with slots [Q, w], entries [*, bytes] with indices [Q, k]: the rows that each query sees, -1 absent.
+    window [*, bytes] with slots [Q, w], entries [*, bytes] with indices [Q, k]: rows that each query sees, -1 absent.
     sink [H], not scaled. A query that sees nothing gets zeros.
     """
     parts = [("attention_window", window, slots, window_codec)]
@@ -71,7 +71,9 @@ def sparse_attention(
             products = query @ key.transpose(1, 2)  # [Q, H, n]
         scores.append(products.masked_fill_((rows < 0).unsqueeze(1), -torch.inf))
     scores.append(wide(sink).view(1, -1, 1).expand(len(q), -1, 1))  # the sink: a key without a value
-    weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).split([k.shape[1] for k in keys] + [1], dim=-1)
+    weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).split_with_sizes(
+        [k.shape[1] for k in keys] + [1], dim=-1
+    )
     out = 0
     for (name, *_), key, weight in zip(parts, keys, weights, strict=False):
         with label(name):
@@ -80,7 +82,7 @@ def sparse_attention(
 
 
 class Attention(nn.Module):
-    """One layer's attention in the role that its plan gives it. `compressor` and `indexer` exist where the role has them."""
+    """One layer's attention in the role that its plan gives it; `compressor` and `indexer` where it has them."""
 
     def __init__(self, config: V41Config, plan: LayerPlan, backend: Backend, *, dtype, device):
         super().__init__()
@@ -139,35 +141,32 @@ class Attention(nn.Module):
             source = cache.sources[plan.kv_source]
             if plan.selects:
                 step.selected = self.indexer(x, qr, step, cache, source)
-            entries, indices = source.entries, step.selected
+            if step.selected.shape[2]:
+                entries = source.entries.flatten(0, 1)
+                # layers that reuse a selection read the same rows
+                key = ("rows", plan.kv_source, plan.selection_source)
+                indices = step.once(key, lambda: _rows(step.selected, source.entries.shape[1]))
 
         o = self._attend(q, window, slots, entries, indices, cache)
         return self.wo_b(self.wo_a(rotate(o, turn.conj()).flatten(-2)))
 
     def _attend(self, q, window, slots, entries, indices, cache: Cache) -> Tensor:
-        batch, rows, heads, width = q.shape
+        """[B, S, H, W] outputs, some queries at a time."""
+        shape, number = q.shape, slots.shape[2] + (0 if indices is None else indices.shape[1])
         q, slots, window = q.flatten(0, 1), slots.flatten(0, 1), window.flatten(0, 1)
-        if entries is not None and indices.shape[-1]:
-            base = torch.arange(batch, device=q.device).view(-1, 1, 1) * entries.shape[1]
-            indices = (indices + base).where(indices >= 0, -1).flatten(0, 1)
-            entries = entries.flatten(0, 1)
-        else:
-            entries = indices = None
-        number = slots.shape[1] + (0 if indices is None else indices.shape[1])
-        block = max(KEYS_AT_ONCE // (number * width), 1)
-        out = [
-            self.backend.sparse_attention(
-                q[low : low + block],
-                window,
-                slots[low : low + block],
-                entries,
-                None if indices is None else indices[low : low + block],
-                self.attn_sink,
-                cache.window_codec,
-                cache.main_codec,
+        block = max(KEYS_AT_ONCE // (number * shape[-1]), 1)
+        out = []
+        for low in range(0, len(q), block):
+            part = slice(low, low + block)
+            chosen = None if indices is None else indices[part]
+            codecs = cache.window_codec, cache.main_codec
+            out.append(
+                self.backend.sparse_attention(q[part], window, slots[part], entries, chosen, self.attn_sink, *codecs)
             )
-            for low in range(0, len(q), block)
-        ]
-        return (
-            torch.cat(out).view(batch, rows, heads, width) if len(out) > 1 else out[0].view(batch, rows, heads, width)
-        )
+        return (torch.cat(out) if len(out) > 1 else out[0]).view(shape)
+
+
+def _rows(selected: Tensor, capacity: int) -> Tensor:
+    """Selected entries [B, S, k] of each sequence as rows [B * S, k] of all entries [B * capacity, bytes]."""
+    base = torch.arange(len(selected), device=selected.device).view(-1, 1, 1) * capacity
+    return (selected + base).where(selected >= 0, -1).flatten(0, 1)
