@@ -308,6 +308,13 @@ class Cache:
             copy.sources[layer].keys = source.keys[sequence : sequence + 1, entries].clone()
         return copy
 
+    def rewind(self, start: int) -> None:
+        """Go back to position `start` with empty windows and groups, for a replay; entries stay and are frozen."""
+        self.frozen = [max(n, f) for n, f in zip(self.lengths, self.frozen, strict=True)]
+        self.lengths = [start] * self.batch_size
+        for ring in self._rings():
+            ring.first, ring.end = [start] * self.batch_size, [start] * self.batch_size
+
     def save(self, path: str | Path) -> None:
         """Write everything it holds, token ids included, to one safetensors file."""
         tensors = {}

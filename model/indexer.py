@@ -54,16 +54,14 @@ def index_scores(
     visible = ((positions + 1) // ratio).unsqueeze(-1)  # [B, S, 1]
     if candidates is None:
         entry = torch.arange(keys.shape[1], device=keys.device)
-        with label("indexer_scores"):
-            products = query.flatten(1, 2) @ key.transpose(1, 2)  # [B, S * A, E]
+        products = query.flatten(1, 2) @ key.transpose(1, 2)  # [B, S * A, E]
         products = products.unflatten(1, queries.shape[1:3])
         seen = entry < visible
     else:
         entry = entries_of(candidates, block_size)  # [B, S, C * block_size]
         sequence = torch.arange(keys.shape[0], device=keys.device).view(-1, 1, 1)
         pool = key[sequence, entry.clamp(0, keys.shape[1] - 1)]
-        with label("indexer_scores_candidates"):
-            products = query @ pool.transpose(2, 3)  # [B, S, A, E]
+        products = query @ pool.transpose(2, 3)  # [B, S, A, E]
         seen = (entry >= 0) & (entry < visible)
     scores = (products.relu_() * wide(weights).unsqueeze(-1)).sum(dim=2)
     return scores.masked_fill_(~seen, -torch.inf)
@@ -138,16 +136,17 @@ class Indexer(nn.Module):
         for low in range(0, step.rows, rows):
             part = slice(low, low + rows)
             chosen = None if candidates is None else candidates[:, part]
-            scores = self.backend.index_scores(
-                queries[:, part],
-                weights[:, part],
-                keys,
-                step.positions[:, part],
-                source.ratio,
-                cache.key_codec,
-                chosen,
-                config.candidate_block_size,
-            )
+            with label("indexer_scores_candidates" if plan.scores_candidates else "indexer_scores"):
+                scores = self.backend.index_scores(
+                    queries[:, part],
+                    weights[:, part],
+                    keys,
+                    step.positions[:, part],
+                    source.ratio,
+                    cache.key_codec,
+                    chosen,
+                    config.candidate_block_size,
+                )
             columns = self.backend.top_k(scores, config.index_topk)
             if chosen is not None:
                 entry = entries_of(chosen, config.candidate_block_size)

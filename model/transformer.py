@@ -26,9 +26,11 @@ from model.attention.csa2 import Attention
 from model.backend import Backend, make_backend
 from model.cache import ROLLBACK, Cache, CacheError
 from model.engram import Engram
+from model.explain import Explanation, explain
 from model.hyper_connection import coefficients, collapse, expand
 from model.layers import Embedding, Linear, RMSNorm, wide_dtype
 from model.moe import MoE
+from model.replay import Replay, replay
 from model.step import Step
 
 EXACT = "exact"
@@ -260,6 +262,14 @@ class Transformer(nn.Module):
             result = (*layer.finish(h, x, part, cache), part)
         cache.advance(step)
         return result
+
+    def replay(self, ids: Tensor, stored: Cache, mode: str = "bounded", *, chunk: int | None = None) -> Replay:
+        """Continue from the kept prefix of a prompt ids [1, N]: `cold`, `exact` or `bounded`, see `model.replay`."""
+        return replay(self, ids, stored, mode, chunk=chunk)
+
+    def explain(self, context: int = 4096) -> Explanation:
+        """What each layer does, reads and writes with `context` tokens visible, see `model.explain`."""
+        return explain(self, context)
 
     def tail_rows(self) -> int | None:
         """Rows W + (R - 1)(W - 1) that make the tail exact, R the layers after the one that ends the encoder half."""
