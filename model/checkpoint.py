@@ -164,6 +164,14 @@ class Checkpoint:
         """The parameters of one part, in the order of the model."""
         return [name for name, spec in self.table.items() if spec.part == part]
 
+    def inside(self, name: str) -> Path:
+        """The path of another file of the folder.
+
+        Raises:
+            CheckpointError: it is missing, or a link to a place outside.
+        """
+        return _inside(self.folder, name)
+
     def nbytes(self) -> int:
         """Bytes of all tensors in the files."""
         return sum(header.nbytes for header in self.headers.values())

@@ -89,6 +89,38 @@ def engram_table(tokenizer: Tokenizer, vocab_size: int, compressed_vocab_size: i
     return table
 
 
+SPECIAL_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
+CHAT_TOKENS = (
+    "<｜System｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+    "<｜deepseek_image｜>",
+)
+"""Special tokens of the release: ids 0 to 2, and those that the chat format writes (V4.1 architecture, 12)."""
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """A tokenizer for random weights: begin, end, pad, the 256 bytes, the chat format's tokens, then fillers.
+
+    None where the vocabulary is too small for them.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*SPECIAL_TOKENS, *letters, *CHAT_TOKENS]
+    if vocab_size < len(names):
+        return None
+    names += [f"<filler {i}>" for i in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(n, normalized=False) for n in names if n not in set(letters)])
+    return tokenizer
+
+
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text. Nothing is added in front or behind; special tokens written in the text are recognised."""
     return tokenizer.encode(text, add_special_tokens=False).ids
