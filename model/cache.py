@@ -92,7 +92,7 @@ class Source:
 
     def grow(self, tokens: int) -> None:
         """Room for the entries of so many tokens."""
-        wanted, there = tokens // self.ratio, self.entries.shape[1]
+        wanted, there = max(tokens // self.ratio, 1), self.entries.shape[1]
         if wanted > there:
             more = max(wanted, 2 * there) - there
             self.entries, self.keys = (

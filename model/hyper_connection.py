@@ -13,6 +13,7 @@ Source: V4.1 architecture 2.3, 2.4; test vector 16.5.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -52,18 +53,19 @@ def coefficients(
     streams = h.shape[-2]
     f = wide(h).flatten(-2)
     with label("hyper_connection"):
-        z = F.linear(f, wide(fn))
+        z = F.linear(f, fn.to(f.dtype))
     z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + norm_eps)
     sizes = (streams, streams, streams * streams)
-    pre, post, comb = torch.addcmul(base, z, _spread(scale, sizes)).split_with_sizes(sizes, dim=-1)
-    return Mix(
-        torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), sinkhorn(comb.unflatten(-1, (streams, -1)), iterations, eps)
-    )
+    z = torch.addcmul(base.to(z.dtype), z, scale.to(z.dtype)[_kinds(streams, h.device)])
+    pre, post, comb = z.split_with_sizes(sizes, dim=-1)
+    comb = sinkhorn(comb.unflatten(-1, (streams, -1)), iterations, eps)
+    return Mix(torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), comb)
 
 
-def _spread(scale: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """One scale for each coefficient, from one for each of the three kinds."""
-    return torch.cat([scale[i : i + 1].expand(n) for i, n in enumerate(sizes)])
+@cache
+def _kinds(streams: int, device: torch.device) -> Tensor:
+    """Which of the three scales each coefficient has."""
+    return torch.tensor([0] * streams + [1] * streams + [2] * streams**2, device=device)
 
 
 def collapse(h: Tensor, pre: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from flashsim.schedule import LayerPlan
 from model.cache import Cache, Source
 from model.compressor import Groups
 from model.flop_counter import label
-from model.layers import Linear, RMSNorm, wide
+from model.layers import Linear, RMSNorm, wide, wide_dtype
 from model.quant import Codec
 from model.rope import frequencies, rotate, turns
 from model.step import Step
@@ -50,7 +50,7 @@ def index_scores(
     candidates [B, S, C]: score these blocks alone, -1 for none; the result is [B, S, C * block_size] and column
     c * block_size + i stands for entry candidates[c] * block_size + i.
     """
-    query, key = wide(codec.unpack(queries)), wide(codec.unpack(keys))
+    query, key = (codec.unpack(packed).to(wide_dtype(weights.dtype)) for packed in (queries, keys))
     visible = ((positions + 1) // ratio).unsqueeze(-1)  # [B, S, 1]
     if candidates is None:
         entry = torch.arange(keys.shape[1], device=keys.device)

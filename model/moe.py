@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from flashsim.config import V41Config
 from model.indexer import top_k
-from model.layers import Linear, wide, wide_dtype
+from model.layers import Linear, Weighted, wide, wide_dtype
 
 if TYPE_CHECKING:
     from model.backend import Backend
@@ -26,28 +26,27 @@ if TYPE_CHECKING:
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """(experts, weights), both [T, k], experts ascending, of logits [T, experts]; bias [experts] or [T, experts]."""
-    s = F.softplus(wide(logits)).sqrt()
+    s = F.softplus(logits).sqrt()
     experts = top_k(s + bias, k)
     picked = s.gather(-1, experts)
     return experts, picked / (picked.sum(dim=-1, keepdim=True) + 1e-20) * scale
 
 
-class Gate(nn.Module):
+class Gate(Weighted):
     """The router: `weight` [experts, D], `bias` and `bias_vl` [experts]."""
 
     def __init__(self, config: V41Config, *, dtype, device):
-        super().__init__()
+        super().__init__(config.n_routed_experts, config.hidden_size, dtype=dtype, device=device)
         self.k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         experts, floats = config.n_routed_experts, {"dtype": wide_dtype(dtype), "device": device}
-        weight = torch.empty(experts, config.hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(experts, **floats), requires_grad=False)
         self.bias_vl = nn.Parameter(torch.empty(experts, **floats), requires_grad=False)
 
     def forward(self, x: Tensor, images: Tensor | None) -> tuple[Tensor, Tensor]:
         """(experts, weights) of tokens x [T, D]; images [T] says which stand inside an image span."""
         bias = self.bias if images is None else torch.where(images.unsqueeze(-1), self.bias_vl, self.bias)
-        return route(F.linear(wide(x), wide(self.weight)), bias, self.k, self.scale)
+        x = wide(x)
+        return route(F.linear(x, self.weight_as(x.dtype)), bias, self.k, self.scale)
 
 
 class Expert(nn.Module):
@@ -62,6 +61,7 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[T, D] to [T, D]; weight [T, 1] multiplies the inner activation."""
+        x = x.contiguous()
         gate, up = wide(self.w1(x)), wide(self.w3(x))
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -72,9 +72,8 @@ class Expert(nn.Module):
 def routed(x: Tensor, experts: Tensor, weights: Tensor, modules: nn.ModuleList) -> Tensor:
     """[T, D] sum of the picked experts' outputs, float32; experts, weights [T, k]."""
     if len(x) == 1:
-        return sum(
-            wide(modules[e](x, weight)) for e, weight in zip(experts[0].tolist(), weights.view(-1, 1, 1), strict=True)
-        )
+        picked = zip(experts[0].tolist(), weights.view(-1, 1, 1), strict=True)
+        return sum(wide(modules[expert](x, weight)) for expert, weight in picked)
     out = torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device)
     flat = experts.flatten()
     order = flat.argsort(stable=True)

@@ -20,11 +20,10 @@ from functools import cache
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from flashsim.formats import FP4, MXFP4, MXFP8, BlockFormat, Record
-from model.weight_formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, unpack
+from model.weight_formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX
 
 NAN_E4M3, NAN_UE8M0 = 0x7F, 255
 
@@ -137,41 +136,11 @@ class Codec:
         return x.to(self.dtype).contiguous().view(torch.uint8) if self.form is None else pack(x, self.form)
 
     def unpack(self, records: Tensor) -> Tensor:
-        """uint8 [..., nbytes] to [..., width]."""
+        """uint8 [..., nbytes] to [..., width]; in float32 where it was rounded, which is exact."""
         if self.form is None:
             return records.contiguous().view(self.dtype)
-        return unpack_record(records, self.form, self.width, self.dtype)
+        return unpack_record(records, self.form, self.width, torch.float32)
 
     def __repr__(self) -> str:
         kind = f"{self.form.name} scales" if self.form else f"not rounded, {self.dtype}".replace("torch.", "")
         return f"Codec({self.width} x {kind}, {self.nbytes} bytes)"
-
-
-class QuantisedLinear(nn.Module):
-    """x W^T with a weight kept as released: `fp8` (tiles of 32 x 32) or `fp4` (rows, groups of 32), expanded when used.
-
-    `weight` uint8 [out, in] or [out, in / 2], `scale` uint8. With `activation_rounding` the input is rounded to FP8 in
-    groups of 32 first, as the trained model did; without, the result is that of the expanded weights.
-    Source: V4.1 architecture 6.5, 11.1.
-    """
-
-    def __init__(
-        self, weight: Tensor, scale: Tensor, kind: str, *, dtype: torch.dtype, activation_rounding: bool = False
-    ):
-        super().__init__()
-        self.kind, self.dtype, self.activation_rounding = kind, dtype, activation_rounding
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-
-    def expanded(self) -> Tensor:
-        """The weight as numbers [out, in]."""
-        return unpack(self.weight, self.scale, self.kind).to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        if self.activation_rounding:
-            x = unpack_record(pack(x, MXFP8), MXFP8, x.shape[-1], x.dtype)
-        return F.linear(x, self.expanded())
-
-    def extra_repr(self) -> str:
-        return f"{self.kind}, {tuple(self.weight.shape)}, activation_rounding={self.activation_rounding}"

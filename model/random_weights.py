@@ -16,7 +16,7 @@ from torch import nn
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Fill every parameter of the model in place, and return it."""
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
             noise = 1 + 0.1 * noise

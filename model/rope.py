@@ -53,8 +53,8 @@ def _yarn(plain: Tensor, theta: float, width: int, scaling: dict) -> Tensor:
 
 def turns(positions: Tensor, frequency: Tensor) -> Tensor:
     """e^(i p f): complex64 [..., pairs] for integer positions [...]."""
-    angle = positions.float().unsqueeze(-1) * frequency
-    return torch.polar(torch.ones_like(angle), angle)
+    angle = (positions.float().unsqueeze(-1) * frequency).double()  # a float32 angle, cosine and sine to the last bit
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flashsim.config import V41Config, load_config
+from flashsim.formats import LayoutError
+from flashsim.kv_cache import index_record, main_record, window_record
 from flashsim.reading import ConfigError
 from flashsim.schedule import LayerPlan, last_kv_source, layer_plan
 from model.attention.csa2 import Attention
@@ -28,12 +30,14 @@ from model.cache import ROLLBACK, Cache, CacheError
 from model.engram import Engram
 from model.explain import Explanation, explain
 from model.hyper_connection import coefficients, collapse, expand
-from model.layers import Embedding, Linear, RMSNorm, wide_dtype
+from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide_dtype
 from model.moe import MoE
 from model.replay import Replay, replay
+from model.rope import frequencies
 from model.step import Step
 
 EXACT = "exact"
+SMALL = 2**26  # parameters of a model that keeps float64 copies of its float32 weights
 
 
 class InputError(ValueError):
@@ -124,6 +128,10 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, plan, self.backend, **options) for plan in self.plans)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
+        small = sum(parameter.numel() for parameter in self.parameters()) <= SMALL
+        for module in self.modules():
+            if isinstance(module, Weighted):
+                module.keeps_copy = small
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)
@@ -325,9 +333,9 @@ class Transformer(nn.Module):
     def _embed(self, ids: Tensor, cache: Cache, step: Step, images: Tensor | None) -> tuple[Tensor, Tensor]:
         cache.begin(step, ids, images)
         step.images = images
-        e = self.embed(ids)
+        e = self.embed(ids).to(arithmetic_dtype(self.dtype, self.device))
         h = e.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
-        pre = torch.zeros(*h.shape[:3], dtype=wide_dtype(self.dtype), device=self.device)
+        pre = torch.zeros(*h.shape[:3], dtype=wide_dtype(e.dtype), device=self.device)
         pre[..., 0] = 1
         return h, pre
 
@@ -336,7 +344,7 @@ class Transformer(nn.Module):
         if last:
             row = torch.tensor([max(c - 1, 0) for c in step.count], device=self.device)
             x = x[torch.arange(step.batch, device=self.device), row]
-        return self.head(x)
+        return self.head(x).to(wide_dtype(self.dtype))
 
     def extra_repr(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -350,5 +358,14 @@ def _check(config) -> None:
     for field, accepted in (("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if getattr(config, field) != accepted:
             raise ConfigError(field, getattr(config, field), repr(accepted))
+    for field, record in (("head_dim", main_record), ("head_dim", window_record), ("index_head_dim", index_record)):
+        try:
+            record(config).nbytes  # noqa: B018
+        except LayoutError as error:
+            raise ConfigError(field, getattr(config, field), f"what its records can hold ({error})") from None
+    if config.index_head_dim < config.qk_rope_head_dim:
+        accepted = f"a width of at least qk_rope_head_dim, {config.qk_rope_head_dim}"
+        raise ConfigError("index_head_dim", config.index_head_dim, accepted)
+    frequencies(config, True)  # names what rope_scaling lacks
     if config.tie_word_embeddings:
         raise ConfigError("tie_word_embeddings", True, "false: V4.1 has a head of its own")

@@ -59,18 +59,18 @@ def sparse_attention(
     parts = [("attention_window", window, slots, window_codec)]
     if entries is not None:
         parts.append(("attention_selected", entries, indices, main_codec))
+    query = wide(q) * q.shape[-1] ** -0.5
     keys = []
     for _, records, rows, codec in parts:
         at = rows.clamp(min=0)
         few = rows.numel() <= records.shape[0]  # unpack what is read, or everything once
-        keys.append(wide(codec.unpack(records[at]) if few else codec.unpack(records)[at]))  # [Q, n, W]
-    query = wide(q) * q.shape[-1] ** -0.5
+        keys.append((codec.unpack(records[at]) if few else codec.unpack(records)[at]).to(query.dtype))  # [Q, n, W]
     scores = []
     for (name, _, rows, _), key in zip(parts, keys, strict=True):
         with label(name):
             products = query @ key.transpose(1, 2)  # [Q, H, n]
         scores.append(products.masked_fill_((rows < 0).unsqueeze(1), -torch.inf))
-    scores.append(wide(sink).view(1, -1, 1).expand(len(q), -1, 1))  # the sink: a key without a value
+    scores.append(sink.to(query.dtype).view(1, -1, 1).expand(len(q), -1, 1))  # the sink: a key without a value
     weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).split_with_sizes(
         [k.shape[1] for k in keys] + [1], dim=-1
     )
