@@ -15,7 +15,7 @@ below 2^63. Source: V4.1 architecture 8; test vectors 16.2.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -26,6 +26,9 @@ from flashsim.reading import ConfigError
 from model.cache import Cache
 from model.layers import Embedding, Linear, wide
 from model.step import Step
+
+if TYPE_CHECKING:
+    from model.backend import Backend
 
 SEED_STRIDE = 10007  # the multipliers of layer L come from numpy's generator with this seed times L
 
@@ -104,12 +107,25 @@ def gate(h: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float)
     return torch.sigmoid(torch.copysign(t.abs().clamp(min=1e-6).sqrt(), t))
 
 
+def remember(h: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, images: Tensor | None, eps: float) -> Tensor:
+    """Streams h [..., K, D] plus the gated value of kv [..., (K + 1) D]: K keys, then the value.
+
+    images [...] bool: tokens inside an image span, which keep their streams.
+    """
+    kv = kv.unflatten(-1, (h.shape[-2] + 1, -1))
+    key, value = kv[..., :-1, :], kv[..., -1:, :]
+    g = gate(h, key, q_weight, k_weight, eps)
+    if images is not None:
+        g = g.masked_fill(images.unsqueeze(-1), 0)
+    return (wide(h) + g.unsqueeze(-1) * wide(value)).to(h.dtype)
+
+
 class Engram(nn.Module):
     """`embed` [rows, width], `wkv` [(K + 1) D, columns * width], `q_weight` and `k_weight` [K, D]."""
 
-    def __init__(self, config: V41Config, layer: int, *, dtype, device):
+    def __init__(self, config: V41Config, layer: int, backend: Backend, *, dtype, device):
         super().__init__()
-        self.config, self.table = config, hash_tables(config)[layer]
+        self.config, self.backend, self.table = config, backend, hash_tables(config)[layer]
         rows = config.engram_num_embeddings[config.engram_layer_ids.index(layer)]
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         streams, hidden, options = config.hc_mult, config.hidden_size, {"dtype": dtype, "device": device}
@@ -133,9 +149,5 @@ class Engram(nn.Module):
             ),
         )
         rows = self.embed(hash_rows(grams, self.table)).flatten(-2)
-        kv = self.wkv(rows.to(h.dtype)).unflatten(-1, (config.hc_mult + 1, -1))
-        key, value = kv[..., :-1, :], kv[..., -1:, :]
-        g = gate(h, key, self.q_weight, self.k_weight, config.rms_norm_eps)
-        if step.images is not None:
-            g = g.masked_fill(step.images.unsqueeze(-1), 0)
-        return (wide(h) + g.unsqueeze(-1) * wide(value)).to(h.dtype)
+        kv = self.wkv(rows.to(h.dtype))
+        return self.backend.remember(h, kv, self.q_weight, self.k_weight, step.images, config.rms_norm_eps)

@@ -29,8 +29,7 @@ from model.backend import Backend, make_backend
 from model.cache import ROLLBACK, Cache, CacheError
 from model.engram import Engram
 from model.explain import Explanation, explain
-from model.hyper_connection import coefficients, collapse, expand
-from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide_dtype
+from model.layers import Embedding, Linear, RMSNorm, Weighted, wide_dtype
 from model.moe import MoE
 from model.replay import Replay, replay
 from model.rope import frequencies
@@ -49,7 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, config: V41Config, plan: LayerPlan, backend: Backend, *, dtype, device):
         super().__init__()
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.backend = config, plan, backend
         options = {"dtype": dtype, "device": device}
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
@@ -63,13 +62,13 @@ class Block(nn.Module):
                 value = torch.empty(shape, dtype=wide_dtype(dtype), device=device)
                 self.register_parameter(f"hc_{site}_{name}", nn.Parameter(value, requires_grad=False))
         if plan.engram is not None:
-            self.engram = Engram(config, plan.layer, **options)
+            self.engram = Engram(config, plan.layer, backend, **options)
 
     def mix(self, site: str, h: Tensor):
         """The hyper-connection coefficients of site `attn` or `ffn` for streams h."""
         fn, scale, base = (getattr(self, f"hc_{site}_{name}") for name in ("fn", "scale", "base"))
         config = self.config
-        return coefficients(
+        return self.backend.coefficients(
             h, fn, scale, base, norm_eps=config.rms_norm_eps, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps
         )
 
@@ -79,17 +78,17 @@ class Block(nn.Module):
         """What every row needs: Engram, the attention input [B, S, D], and what it adds to the shared cache."""
         if self.plan.engram is not None:
             h = self.engram(h, step, cache, token_map)
-        x = self.attn_norm(collapse(h, pre))
+        x = self.attn_norm(self.backend.collapse(h, pre))
         self.attn.compress(x, step, cache)
         return h, x
 
     def finish(self, h: Tensor, x: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
         """Attention and experts: the streams after the layer, and the `pre` that the next site collapses with."""
         mix = self.mix("attn", h)
-        h = expand(h, self.attn(x, step, cache), mix)
-        y = self.ffn(self.ffn_norm(collapse(h, mix.pre)), step.images)
+        h = self.backend.expand(h, self.attn(x, step, cache), mix)
+        y = self.ffn(self.ffn_norm(self.backend.collapse(h, mix.pre)), step.images)
         mix = self.mix("ffn", h)
-        return expand(h, y, mix), mix.pre
+        return self.backend.expand(h, y, mix), mix.pre
 
 
 class Transformer(nn.Module):
@@ -120,6 +119,7 @@ class Transformer(nn.Module):
         config = load_config(config)
         _check(config)
         self.config, self.backend = config, make_backend(backend)
+        self.backend.check(dtype, cache_rounding)
         self.dtype, self.cache_rounding = dtype, cache_rounding
         options = {"dtype": dtype, "device": device}
         self.plans = layer_plan(config)
@@ -333,14 +333,14 @@ class Transformer(nn.Module):
     def _embed(self, ids: Tensor, cache: Cache, step: Step, images: Tensor | None) -> tuple[Tensor, Tensor]:
         cache.begin(step, ids, images)
         step.images = images
-        e = self.embed(ids).to(arithmetic_dtype(self.dtype, self.device))
+        e = self.embed(ids).to(self.backend.arithmetic(self.dtype, self.device))
         h = e.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
         pre = torch.zeros(*h.shape[:3], dtype=wide_dtype(e.dtype), device=self.device)
         pre[..., 0] = 1
         return h, pre
 
     def _logits(self, h: Tensor, pre: Tensor, step: Step, last: bool) -> Tensor:
-        x = self.norm(collapse(h, pre))
+        x = self.norm(self.backend.collapse(h, pre))
         if last:
             row = torch.tensor([max(c - 1, 0) for c in step.count], device=self.device)
             x = x[torch.arange(step.batch, device=self.device), row]
