@@ -29,7 +29,7 @@ from flashsim.units import number_of_bytes
 from model.checkpoint import Checkpoint, text_config
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
-from model.stored_weights import StoredWeight, store
+from model.stored_weights import STORABLE, StoredWeight, store
 from model.tensor_table import tensors
 from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
 from model.transformer import Transformer
@@ -135,8 +135,8 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     if wrong := sorted(set(names) ^ set(parameters)):
         raise CheckpointError(f"parameters of the model and of model.tensor_table differ: {', '.join(wrong[:8])}")
     modules = dict(model.named_modules())
-    kept = [name for name in names if _stays_stored(checkpoint, modules, name, packed, offload)]
-    expanded = sum(math.prod(checkpoint.table[n].shape) * parameters[n].dtype.itemsize for n in set(names) - set(kept))
+    kept = {name for name in names if _stays_stored(checkpoint, modules, name, packed, offload)}
+    expanded = sum(math.prod(checkpoint.table[n].shape) * parameters[n].dtype.itemsize for n in set(names) - kept)
     held = 0 if offload else sum(_stored_bytes(checkpoint, name) for name in kept)
     hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
     _check_memory(folder.name, expanded + held, device, hint)
@@ -156,7 +156,7 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
 
 def _stays_stored(checkpoint: Checkpoint, modules, name: str, packed: bool, offload: bool) -> bool:
     path = name.removesuffix(".weight")
-    if path == name or path not in modules or len(checkpoint.table[name].shape) != 2:
+    if path == name or not isinstance(modules.get(path), STORABLE):
         return False
     if offload:
         expert = checkpoint.table[name].kind == "fp4"

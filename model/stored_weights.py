@@ -21,6 +21,9 @@ from model.safetensors_file import TORCH_TYPES, CheckpointError
 from model.tensor_table import BLOCK, scale_name
 from model.weight_formats import WeightValueError, unpack
 
+STORABLE = (Embedding, GroupedLinear, Linear)
+"""The layers that `store` has a counterpart of."""
+
 BAND_ELEMENTS = 2**24
 """Numbers of a linear layer's weight that are expanded at a time."""
 
@@ -149,15 +152,13 @@ class StoredLinear(nn.Module):
         return f"{self.stored!r}, groups={self.groups}, activation_rounding={self.activation_rounding}"
 
 
-def store(module: nn.Module, stored: StoredWeight, device, activation_rounding: bool = False) -> nn.Module | None:
-    """The layer that takes the place of `module`, or None where it is no layer with one matrix."""
+def store(module: nn.Module, stored: StoredWeight, device, activation_rounding: bool = False) -> nn.Module:
+    """The layer that takes the place of `module`, one of `STORABLE`."""
     if isinstance(module, Embedding):
         return StoredEmbedding(stored, device)
     if isinstance(module, GroupedLinear):
         return StoredLinear(stored, groups=module.groups)
-    if isinstance(module, Linear):
-        return StoredLinear(stored, widened=module.widened, activation_rounding=activation_rounding)
-    return None
+    return StoredLinear(stored, widened=module.widened, activation_rounding=activation_rounding)
 
 
 def _bands(rows: int, width: int):
