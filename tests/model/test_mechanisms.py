@@ -7,11 +7,11 @@ from flashsim.config import load_config
 from flashsim.reading import ConfigError
 from model.attention.csa2 import sparse_attention
 from model.compressor import pool
-from model.engram import hash_rows, hash_tables, ngrams
+from model.engram import gate, hash_rows, hash_tables, ngrams, remember
 from model.hyper_connection import Mix, coefficients, collapse, expand, sinkhorn
 from model.indexer import block_maxima, entries_of, top_blocks, top_k
 from model.layers import RMSNorm
-from model.moe import Expert, route
+from model.moe import Expert, Gate, route
 from model.rope import frequencies, rotate, turns
 
 RELEASED = load_config("v4.1-flash")
@@ -143,6 +143,24 @@ def test_blocked_places_are_sticky_and_take_the_mapped_pad():
     ]
 
 
+def test_image_tokens_keep_their_streams():
+    generator = torch.Generator().manual_seed(5)
+    h, kv = torch.randn(2, 4, 8, generator=generator), torch.randn(2, 40, generator=generator)
+    out = remember(h, kv, torch.ones(4, 8), torch.ones(4, 8), torch.tensor([True, False]), 1e-20)
+    assert torch.equal(out[0], h[0])
+    assert not torch.equal(out[1], h[1])
+
+
+def test_gate_of_the_memory():
+    """One stream by hand: sigmoid(sign(t) sqrt(max(|t|, 1e-6))), t the scaled cosine of stream and key."""
+    h, key = torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0, 1.0]])
+    t = (3 * -1 * 2 + 4 * 1 * 2) / (12.5**0.5 * 1.0) * 2**-0.5
+    expected = torch.sigmoid(torch.tensor(t).sqrt())
+    torch.testing.assert_close(gate(h, key, torch.full((1, 2), 2.0), torch.ones(1, 2), 1e-20), expected.view(1))
+    opposite = gate(h, -key, torch.full((1, 2), 2.0), torch.ones(1, 2), 1e-20)
+    torch.testing.assert_close(opposite, 1 - expected.view(1))
+
+
 # --- compressor and indexer: 4, 5 -----------------------------------------------------------------
 
 
@@ -159,6 +177,7 @@ def test_top_k_breaks_ties_by_position_and_drops_what_is_not_there():
     assert top_k(torch.full((4,), -torch.inf), 2).tolist() == [-1, -1]
     assert top_k(torch.zeros(2, 0), 3).shape == (2, 0)
     assert top_k(torch.tensor([-1.0, -2.0, 0.0]), 2).tolist() == [0, 2]
+    assert top_k(torch.zeros(2, 5000), 300).tolist() == [list(range(300))] * 2
 
 
 def test_candidates_always_keep_the_newest_block():
@@ -211,6 +230,16 @@ def test_the_bias_chooses_and_does_not_weigh():
     assert experts.tolist() == [[1, 3]]
     s = torch.nn.functional.softplus(logits[0, [1, 3]]).sqrt()
     torch.testing.assert_close(weights[0], s / s.sum() * 1.5)
+
+
+def test_image_tokens_have_a_bias_of_their_own():
+    router = Gate(load_config("tiny"), dtype=torch.float32, device="cpu")
+    for parameter in router.parameters():
+        parameter.data.zero_()
+    router.bias.data[:2], router.bias_vl.data[4:] = 1.0, 1.0
+    experts, _ = router(torch.zeros(2, 128), torch.tensor([False, True]))
+    assert experts.tolist() == [[0, 1], [4, 5]]
+    assert router(torch.zeros(1, 128), None)[0].tolist() == [[0, 1]]
 
 
 def test_equal_experts_the_lower_one_wins():

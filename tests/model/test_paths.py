@@ -92,6 +92,36 @@ def test_chunking_does_not_change_a_bounded_tail(tiny, ids):
     assert (tiny.prefill(ids[:, :60], tail=8, chunk=7) - whole).abs().max() < SAME
 
 
+def test_windows_that_begin_at_different_positions(tiny, ids):
+    """After a bounded tail one ring holds 6 rows and the other 8; each sequence sees its own alone."""
+    cache = tiny.new_cache(2)
+    tiny.prefill(ids[:, :20], cache, tail=8)
+    cache.truncate([18, 20])
+    alone = [cache.fork([b]) for b in (0, 1)]
+    together = tiny(ids[:, 30:33], cache=cache)
+    for b in (0, 1):
+        assert (tiny(ids[b : b + 1, 30:33], cache=alone[b]) - together[b]).abs().max() < SAME
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [([20, 13], 8), ([3, 20], 8)])
+def test_bounded_tails_of_ragged_prompts(tiny, ids, lengths, rows):
+    together = tiny.prefill(ids[:, :20], tail=rows, lengths=lengths, chunk=6)
+    for b, n in enumerate(lengths):
+        assert (tiny.prefill(ids[b : b + 1, :n], tail=rows) - together[b]).abs().max() < SAME
+
+
+def test_images_reach_the_router(tiny, ids):
+    seen = []
+    hook = tiny.layers[5].ffn.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    images = torch.zeros(1, 12, dtype=torch.bool)
+    images[0, 3:6] = True
+    tiny(ids[:1, :12], images=images)
+    tiny.prefill(ids[:1, :12], tail=8, images=images)
+    hook.remove()
+    assert torch.equal(seen[0], images)
+    assert torch.equal(seen[1], images[:, 4:])
+
+
 def test_rows_of_the_release():
     from model.transformer import Transformer
 
