@@ -65,8 +65,11 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; a checkpoint is a folder with {CONFIG_FILE}")
-        self.root = read_json_object(self.folder / CONFIG_FILE)
-        self.config = text_config(load_config(self.folder / CONFIG_FILE))
+        config_path = self.folder / CONFIG_FILE
+        if config_path.exists():  # where it is missing, the reader says so
+            config_path = _inside(self.folder, CONFIG_FILE)
+        self.root = read_json_object(config_path)
+        self.config = text_config(load_config(config_path))
         self.vision = self.root.get("vision_config")
         self.table = tensors(self.config, self.vision)
         self.files, self.index = _open_files(self.folder)

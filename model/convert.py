@@ -53,12 +53,11 @@ def convert(
     checkpoint = Checkpoint(source)
     table = {name: spec for name, spec in checkpoint.table.items() if spec.part in checkpoint.parts}
     extras = {
-        path.name: path.read_bytes()
+        path.name: checkpoint.inside(path.name).read_bytes()
         for path in sorted(checkpoint.folder.iterdir())
         if path.suffix in _EXTRAS
         and path.name not in (CONFIG_FILE, INDEX_FILE)
         and path.is_file()
-        and not path.is_symlink()
         and path.stat().st_size <= MAX_EXTRA_BYTES
     }
 

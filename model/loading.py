@@ -34,6 +34,9 @@ from model.tensor_table import tensors
 from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
 from model.transformer import Transformer
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+"""What a model computes in. Not float16: an epsilon of 1e-20 is zero there."""
+
 OFFLOAD_BYTES = 2**20
 """With `offload`, a matrix of fewer stored bytes than this is loaded all the same, unless it is a routed expert's."""
 
@@ -74,8 +77,8 @@ def load(
     """
     if activation_rounding and not (packed or offload):
         raise CheckpointError("activation_rounding needs packed weights; accepted: with packed=True or offload=True")
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise CheckpointError(f"dtype is {dtype}; accepted: torch.float32, torch.bfloat16, torch.float64")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
     options = {"backend": backend, "dtype": dtype, "device": device, "cache_rounding": cache_rounding}
     if not _is_folder(source):
         if packed or offload:

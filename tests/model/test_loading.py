@@ -98,7 +98,7 @@ def test_types(dtype):
     assert torch.isfinite(lm(torch.tensor([[1, 2, 3, 4]]))).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_types_that_do_not_compute(dtype):
     with pytest.raises(CheckpointError, match="dtype is torch"):
         model.load(GOLDEN / "c32", dtype=dtype)
