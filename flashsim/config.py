@@ -30,6 +30,9 @@ from flashsim.reading import ConfigError, Missing, read_json_object, shorten
 PRESETS = ("deepseek-llm-67b", "v2", "v3", "v3.2", "v4-flash", "v4-pro", "v4.1-flash")
 """The released models that are shipped, in order of release; each is `data/configs/<name>.json`."""
 
+SMALL_PRESETS = ("tiny", "mini")
+"""V4.1 configs with small numbers, one for tests and one for lessons: every role and mechanism, random weights."""
+
 ALIASES = {
     "v1": "deepseek-llm-67b",
     "deepseek-67b": "deepseek-llm-67b",
@@ -731,7 +734,7 @@ def preset_name(name: str) -> str | None:
     short = name.strip().lower().removeprefix("deepseek-ai/")
     for candidate in (short, short.removeprefix("deepseek-")):
         candidate = ALIASES.get(candidate, candidate)
-        if candidate in PRESETS:
+        if candidate in (*PRESETS, *SMALL_PRESETS):
             return candidate
     return None
 
@@ -765,9 +768,10 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     except (OSError, ValueError):
         known = False
     if not known and isinstance(source, str) and os.sep not in source and not source.endswith(".json"):
-        near = difflib.get_close_matches(source.lower()[:80], (*PRESETS, *ALIASES), n=1)
+        near = difflib.get_close_matches(source.lower()[:80], (*PRESETS, *SMALL_PRESETS, *ALIASES), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError("model", source, f"{', '.join(PRESETS)}, or the path of a config.json{hint}")
+        names = ", ".join((*PRESETS, *SMALL_PRESETS))
+        raise ConfigError("model", source, f"{names}, or the path of a config.json{hint}")
     label = path.parent.name if path.name == "config.json" else path.stem
     return _dispatch(read_json_object(path), label)
 

@@ -1,0 +1,143 @@
+"""FLOPs of a real step, counted where PyTorch dispatches them, under the component names of `flashsim.decode_flops`.
+
+    with FlopCounter(model) as counter:
+        model(ids, cache=cache, last=True)
+    print(counter.compare(flashsim.decode_flops(model.config, tokens)))
+
+Every matrix product that is dispatched is counted, 2 FLOPs a multiply-accumulate, and given to the module or the
+labelled line that asked for it. Where both count the same thing the numbers are equal; `REASONS` names the components
+where they do not: the K x K mixing of streams, which the analytic count leaves out, and the indexer key, which is
+projected in the one step that completes its group and which the analytic count spreads over the group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from flashsim.flops import FlopsReport
+
+_COMPONENTS = {
+    r"attn\.(wq_a|wq_b)": "q_projection",
+    r"attn\.wkv": "kv_projection",
+    r"attn\.wo_a": "o_projection_group",
+    r"attn\.wo_b": "o_projection_output",
+    r"attn\.compressor\.(wkv|wgate)": "compressor",
+    r"attn\.indexer\.wk": "indexer_key",
+    r"attn\.indexer\.wq_b": "indexer_query",
+    r"attn\.indexer\.weights_proj": "indexer_weights",
+    r"engram\.wkv": "engram_projection",
+    r"ffn\.gate": "router",
+    r"ffn\.experts\..*": "routed_experts",
+    r"ffn\.shared_experts\..*": "shared_experts",
+    r"head": "lm_head",
+}
+REASONS = {
+    "hyper_connection_mixing": "mixing the streams is a product here; the analytic count has the coefficients alone",
+    "indexer_key": "projected in the step that completes a group; the analytic count spreads it over the group",
+}
+
+_asking: list[str | None] = []  # who asks for the products, the innermost last
+
+
+class label:
+    """Names the component of the products inside a `with` block; costs next to nothing when nobody counts."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __enter__(self):
+        _asking.append(self.name)
+
+    def __exit__(self, *error):
+        _asking.pop()
+
+
+def component_of(module: str) -> str | None:
+    """The component of a module by its name, such as `layers.3.attn.wq_a`; None for one without products."""
+    name = re.sub(r"^layers\.\d+\.", "", module)
+    return next((component for pattern, component in _COMPONENTS.items() if re.fullmatch(pattern, name)), None)
+
+
+class Comparison(NamedTuple):
+    """Counted and predicted FLOPs of one component; `reason` names why they differ, None where they do not."""
+
+    component: str
+    counted: int
+    predicted: int
+    reason: str | None
+
+
+class FlopCounter:
+    """Counts while it is entered; `flops` is a dict of FLOPs by component."""
+
+    def __init__(self, model: nn.Module):
+        self._names = {module: component_of(name) for name, module in model.named_modules()}
+        self._mode = _Products(self)
+        self.flops: dict[str, int] = {}
+
+    def __enter__(self):
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._mode.__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module: nn.Module, args) -> None:
+        _asking.append(self._names.get(module))
+
+    def _leave_module(self, module: nn.Module, args, result) -> None:
+        _asking.pop()
+
+    def count(self, component: str, flops: int) -> None:
+        """Add the FLOPs of an op that PyTorch does not see."""
+        self.flops[component] = self.flops.get(component, 0) + flops
+
+    def compare(self, predicted: FlopsReport) -> list[Comparison]:
+        """Every component of either side.
+
+        Raises:
+            ValueError: two numbers differ for a reason that is not known.
+        """
+        analytic: Mapping[str, int] = predicted.by("component")
+        rows = []
+        for component in dict.fromkeys([*analytic, *self.flops]):
+            counted, expected = self.flops.get(component, 0), analytic.get(component, 0)
+            reason = None if counted == expected else REASONS.get(component)
+            if counted != expected and reason is None:
+                raise ValueError(f"{component}: {counted:,} FLOPs counted, {expected:,} predicted")
+            rows.append(Comparison(component, counted, expected, reason))
+        return rows
+
+
+class _Products(TorchDispatchMode):
+    """Hands every dispatched matrix product to the counter."""
+
+    def __init__(self, counter: FlopCounter):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, packet = kwargs or {}, func._overloadpacket
+        if packet not in flop_registry:
+            with self:  # linear, matmul and the like are made of counted products
+                result = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        result = func(*args, **kwargs)
+        component = next((name for name in reversed(_asking) if name), "other")
+        self.counter.count(component, flop_registry[packet](*args, **kwargs, out_val=result))
+        return result

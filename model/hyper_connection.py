@@ -1,0 +1,80 @@
+"""Single-pass hyper-connections: K residual streams, mixed around every attention and every feed-forward.
+
+    z    = (f . fn^T) / sqrt(mean(f^2) + eps)         f: the K streams side by side
+    pre  = sigmoid(z[:K] scale[0] + base[:K]) + hc_eps
+    post = 2 sigmoid(z[K:2K] scale[1] + base[K:2K])
+    comb = sinkhorn(z[2K:] scale[2] + base[2K:])      [source stream, destination stream]
+
+A site collapses the streams with the `pre` of the site BEFORE it, runs, and spreads its output with its own `post` and
+`comb`; so the coefficients of a site can be computed while the site before it still runs. Layer 0 starts with
+(1, 0, ...), the head collapses with the last `pre`. Everything is float32.
+Source: V4.1 architecture 2.3, 2.4; test vector 16.5.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.flop_counter import label
+from model.layers import wide
+
+
+class Mix(NamedTuple):
+    """Coefficients of one site: pre [..., K], post [..., K], comb [..., K source, K destination]."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """[..., K, K] made nearly doubly stochastic. The first row step is a softmax; the last step is on columns."""
+    streams = logits.shape[-1]
+    # A border of eps beside the matrix: then every sum is "+ eps" already, and a step is two small operations.
+    bordered = logits.new_full((*logits.shape[:-2], streams + 1, streams + 1), eps)
+    m, rows, columns = bordered[..., :-1, :-1], bordered[..., :-1, :], bordered[..., :, :-1]
+    m.copy_(torch.softmax(logits, dim=-1)).add_(eps)
+    m.div_(columns.sum(dim=-2, keepdim=True))
+    for _ in range(iterations - 1):
+        m.div_(rows.sum(dim=-1, keepdim=True))
+        m.div_(columns.sum(dim=-2, keepdim=True))
+    return m
+
+
+def coefficients(
+    h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, norm_eps: float, iterations: int, eps: float
+) -> Mix:
+    """The mix of one site for streams h [..., K, D]; fn [(2 + K) K, K D], scale [3], base [(2 + K) K]."""
+    streams = h.shape[-2]
+    f = wide(h).flatten(-2)
+    with label("hyper_connection"):
+        z = F.linear(f, fn.to(f.dtype))
+    z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + norm_eps)
+    sizes = (streams, streams, streams * streams)
+    z = torch.addcmul(base.to(z.dtype), z, scale.to(z.dtype)[_kinds(streams, h.device)])
+    pre, post, comb = z.split_with_sizes(sizes, dim=-1)
+    comb = sinkhorn(comb.unflatten(-1, (streams, -1)), iterations, eps)
+    return Mix(torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), comb)
+
+
+@cache
+def _kinds(streams: int, device: torch.device) -> Tensor:
+    """Which of the three scales each coefficient has."""
+    return torch.tensor([0] * streams + [1] * streams + [2] * streams**2, device=device)
+
+
+def collapse(h: Tensor, pre: Tensor) -> Tensor:
+    """sum_k pre_k h_k: streams [..., K, D] to [..., D]."""
+    return (pre.unsqueeze(-1) * wide(h)).sum(dim=-2).to(h.dtype)
+
+
+def expand(h: Tensor, y: Tensor, mix: Mix) -> Tensor:
+    """post_k y + sum_j comb[j, k] h_j: the streams after a site with output y [..., D]. Sums over the FIRST index."""
+    with label("hyper_connection_mixing"):
+        mixed = mix.comb.transpose(-1, -2) @ wide(h)
+    return (mix.post.unsqueeze(-1) * wide(y).unsqueeze(-2) + mixed).to(h.dtype)

@@ -1,0 +1,123 @@
+"""The parts that every mechanism is made of: embedding, linear layers, RMS norm.
+
+Weights are [out, in] and nothing has a bias. `wide` is the precision of steps that run in float32 from bfloat16 inputs.
+
+A float32 model on a CPU does its arithmetic in float64. Cached values are rounded to FP4 and FP8, and a value beside
+the boundary of two codes falls to one side or the other by its last float32 bit, which depends on the processor and on
+how many rows were multiplied together; everything after it then differs in the third digit. In float64, decode, chunks
+and prefill stay on one path, and it is the path of exact arithmetic.
+
+Shape letters of this package: B sequences, S tokens of a call, K streams (`hc_mult`), D hidden width, H heads, W width
+of one head or record, E compressed entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 where it is that already."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else: the type of sinks, router biases, hyper-connections."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def arithmetic_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the activations of a model with weights of `dtype`."""
+    return torch.float64 if dtype == torch.float32 and device.type == "cpu" else dtype
+
+
+class Embedding(nn.Module):
+    """Row lookup, `weight` [rows, width]. Source: V4.1 architecture 2.1 and 8.6."""
+
+    def __init__(self, rows: int, width: int, *, dtype=torch.float32, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] ids to [..., width]."""
+        return F.embedding(ids, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]} x {self.weight.shape[1]}"
+
+
+class Weighted(nn.Module):
+    """A module with a `weight`, which is converted where the activations are wider.
+
+    With `keeps_copy` the converted weight is kept until the weight changes: for models that are small.
+    """
+
+    keeps_copy = False
+
+    def __init__(self, *shape: int, dtype=torch.float32, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self._copy, self._copy_of = None, None
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """The weight in this type."""
+        weight = self.weight
+        if weight.dtype == dtype:
+            return weight
+        if not self.keeps_copy:
+            return weight.to(dtype)
+        stamp = (weight.data_ptr(), weight._version, dtype)
+        if self._copy_of != stamp:
+            self._copy, self._copy_of = weight.to(dtype), stamp
+        return self._copy
+
+
+class Linear(Weighted):
+    """x W^T with `weight` [out, in]. With `widened` the product runs in float32 whatever the storage."""
+
+    def __init__(self, inputs: int, outputs: int, *, widened: bool = False, dtype=torch.float32, device=None):
+        super().__init__(outputs, inputs, dtype=dtype, device=device)
+        self.widened = widened
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        x = wide(x) if self.widened else x
+        return F.linear(x, self.weight_as(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}" + (", widened" if self.widened else "")
+
+
+class GroupedLinear(Weighted):
+    """G independent products: `weight` [G * out, in] is G blocks [out, in] (V4.1 architecture 3.6)."""
+
+    def __init__(self, groups: int, inputs: int, outputs: int, *, dtype=torch.float32, device=None):
+        super().__init__(groups * outputs, inputs, dtype=dtype, device=device)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., G * in] to [..., G * out], group after group."""
+        weight = self.weight_as(x.dtype).view(self.groups, -1, self.weight.shape[1])
+        rows = x.reshape(-1, self.groups, weight.shape[2]).transpose(0, 1)  # [G, rows, in]
+        out = torch.bmm(rows, weight.transpose(1, 2))
+        return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.groups} groups, {self.weight.shape[1]} -> {self.weight.shape[0] // self.groups}"
+
+
+class RMSNorm(Weighted):
+    """w x / sqrt(mean(x^2) + eps) in float32, rounded once (V4.1 architecture 2.2)."""
+
+    def __init__(self, width: int, eps: float, *, dtype=torch.float32, device=None):
+        super().__init__(width, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wider = wide(x)
+        return F.rms_norm(wider, self.weight.shape, self.weight_as(wider.dtype), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps:g}"

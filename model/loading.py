@@ -1,0 +1,209 @@
+"""`load`: a checkpoint folder, or the name of a config with random weights, as a model that computes.
+
+Weights go to the model in one of three ways:
+
+| | memory | speed |
+| --- | --- | --- |
+| expanded (default) | every weight as numbers of `dtype` | the fastest |
+| `packed=True` | packed weights stay packed and are expanded for each use | slower |
+| `offload=True` | matrices stay in the files, memory-mapped | slow; runs models larger than memory |
+
+Safetensors alone are read, and nothing outside the folder. Every tensor is used or named in an error, every parameter
+filled or named; a model comes out whole or not at all. Drafter and vision tensors are checked against the config and
+left for the modules that compute them. Source: V4.1 architecture 6, 11.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashsim.config import Config, load_config, preset_name
+from flashsim.units import number_of_bytes
+from model.checkpoint import Checkpoint, text_config
+from model.random_weights import randomise
+from model.safetensors_file import CheckpointError
+from model.stored_weights import STORABLE, StoredWeight, store
+from model.tensor_table import tensors
+from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
+from model.transformer import Transformer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+"""What a model computes in. Not float16: an epsilon of 1e-20 is zero there."""
+
+OFFLOAD_BYTES = 2**20
+"""With `offload`, a matrix of fewer stored bytes than this is loaded all the same, unless it is a routed expert's."""
+
+
+def load(
+    source: str | os.PathLike | Mapping[str, Any] | Config,
+    backend: str = "reference",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    cache_rounding: bool = True,
+    *,
+    seed: int = 0,
+    packed: bool = False,
+    offload: bool = False,
+    activation_rounding: bool = False,
+) -> Transformer:
+    """The text model of a checkpoint folder; or of a preset name or config, with random weights.
+
+    Args:
+        source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields.
+        backend, dtype, device, cache_rounding: as of `model.Transformer`. On device `meta` a preset has no weights.
+        seed: of random weights; a checkpoint has none.
+        packed: keep packed weights packed in memory.
+        offload: leave matrices in the files and expand what is used.
+        activation_rounding: with `packed` or `offload`, round the input of packed linears to FP8 as the trained model
+            did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights.
+
+    Returns:
+        The model, called with ids [batch, sequence] for float32 logits [batch, sequence, vocab]. It carries `tokenizer`
+        (a `tokenizers.Tokenizer` or None), `config_json` (the whole config.json, or None) and `other_tensors` (names of
+        drafter and vision tensors that the files have and the text model does not use).
+
+    Raises:
+        CheckpointError: the files are damaged, incomplete, or not of this config.
+        ConfigError: the config is not of V4.1, or a field of it is wrong.
+        TokenizerError: Engram needs a tokenizer, which is missing or of another model.
+        MemoryError: the weights do not fit the memory that is free.
+    """
+    if activation_rounding and not (packed or offload):
+        raise CheckpointError("activation_rounding needs packed weights; accepted: with packed=True or offload=True")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
+    options = {"backend": backend, "dtype": dtype, "device": device, "cache_rounding": cache_rounding}
+    if not _is_folder(source):
+        if packed or offload:
+            raise CheckpointError(f"{source!r} has random weights; packed and offload are for checkpoint folders")
+        return random_model(source, seed=seed, **options)
+    return _load_folder(Path(source), packed=packed, offload=offload, rounding=activation_rounding, **options)
+
+
+def random_model(
+    source: str | os.PathLike | Mapping[str, Any] | Config,
+    *,
+    seed: int = 0,
+    backend: str = "reference",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    cache_rounding: bool = True,
+) -> Transformer:
+    """A model with random weights: the same for the same seed and config, whatever the order they are made in.
+
+    Its tokenizer is one of bytes (`model.tokenizer.byte_tokenizer`), where the vocabulary has room for them.
+    """
+    config = text_config(load_config(source))
+    table = {name: spec for name, spec in tensors(config).items() if spec.part == "text"}
+    device = torch.device(device)
+    if device.type != "meta":
+        _check_memory(config.name, sum(math.prod(spec.shape) for spec in table.values()) * dtype.itemsize, device, "")
+    model = Transformer(config, backend, dtype, device, cache_rounding)
+    if device.type != "meta":
+        randomise(model, seed)
+    model.tokenizer, model.config_json, model.other_tensors = byte_tokenizer(config.vocab_size), None, ()
+    size = config.engram_compressed_vocab_size
+    if config.engram_layer_ids:
+        ids = range(config.vocab_size)
+        if model.tokenizer is not None:
+            ids = compressed_ids(model.tokenizer, config.vocab_size)
+        model.set_token_map([i % size for i in ids])
+    return model.eval()
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> Transformer:
+    checkpoint = Checkpoint(folder)
+    config, device = checkpoint.config, torch.device(device)
+    if device.type == "meta":
+        raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
+    tokenizer, token_map = None, None
+    if (folder / TOKENIZER_FILE).exists() or config.engram_layer_ids:
+        tokenizer = load_tokenizer(checkpoint.inside(TOKENIZER_FILE))
+    if config.engram_layer_ids:
+        token_map = engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size)
+    model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
+
+    names = checkpoint.names("text")
+    parameters = dict(model.named_parameters())
+    if wrong := sorted(set(names) ^ set(parameters)):
+        raise CheckpointError(f"parameters of the model and of model.tensor_table differ: {', '.join(wrong[:8])}")
+    modules = dict(model.named_modules())
+    kept = {name for name in names if _stays_stored(checkpoint, modules, name, packed, offload)}
+    expanded = sum(math.prod(checkpoint.table[n].shape) * parameters[n].dtype.itemsize for n in set(names) - kept)
+    held = 0 if offload else sum(_stored_bytes(checkpoint, name) for name in kept)
+    hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
+    _check_memory(folder.name, expanded + held, device, hint)
+
+    for name in names:
+        if name in kept:
+            weight = StoredWeight(checkpoint, name, dtype, mapped=offload, device=device)
+            path = name.removesuffix(".weight")
+            parent, _, attribute = path.rpartition(".")
+            setattr(modules[parent], attribute, store(modules[path], weight, device, rounding))
+        else:
+            _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
+    model.tokenizer, model.config_json = tokenizer, checkpoint.root
+    model.other_tensors = tuple(n for n in checkpoint.headers if n in checkpoint.table and n not in parameters)
+    return model.eval()
+
+
+def _stays_stored(checkpoint: Checkpoint, modules, name: str, packed: bool, offload: bool) -> bool:
+    path = name.removesuffix(".weight")
+    if path == name or not isinstance(modules.get(path), STORABLE):
+        return False
+    if offload:
+        expert = checkpoint.table[name].kind == "fp4"
+        return expert or checkpoint.table[name].kind == "table" or _stored_bytes(checkpoint, name) >= OFFLOAD_BYTES
+    return packed and name in checkpoint.packed
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    weight = checkpoint.headers[name].nbytes
+    if name in checkpoint.packed:
+        weight += sum(t.nbytes for t in checkpoint.packed_rows(name)[1:])
+    return weight
+
+
+def _is_folder(source: Any) -> bool:
+    if not isinstance(source, str | os.PathLike):
+        return False
+    if isinstance(source, str) and preset_name(source) is not None:
+        return False
+    path = Path(source)
+    if path.suffix == ".json" and path.is_file():
+        return False
+    return path.is_dir() or isinstance(source, os.PathLike) or os.sep in str(source)
+
+
+def _assign(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.Parameter(values, requires_grad=False))
+
+
+def _check_memory(name: str, needed: int, device: torch.device, hint: str) -> None:
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"{name} needs {number_of_bytes(needed)} for its weights, {device} has {number_of_bytes(free)} free{hint}"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be had on a device, or None where that cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None

@@ -1,0 +1,138 @@
+"""Bounded replay: continuing from a prompt of which only the global cache was kept.
+
+A service keeps the compressed entries, the index keys and the ids of a prompt's tokens, not the windows. When the next
+prompt begins with the same P tokens, the windows have to be made again: some rows before P run once more, with windows
+that begin at the first of them, and read the stored entries instead of writing them.
+
+| mode | rows before P that run again | result |
+| --- | --- | --- |
+| `cold` | all P, nothing stored is used | the reference |
+| `exact` | W - 1 for every layer: what the first rows lack has left all windows before it counts | equal to cold |
+| `bounded` | the last `sliding_window` | what the trained model was made for, and not equal |
+
+The rows of the decoder half are those of the prompt's tail, exact or `sliding_window` many (`Transformer.prefill`).
+Source: V4.1 architecture 13.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from model.cache import Cache, CacheError
+
+if TYPE_CHECKING:
+    from model.transformer import Transformer
+
+MODES = ("cold", "exact", "bounded")
+
+
+class ReplayError(ValueError):
+    """A replay that does not exist, or of another prompt than the stored one."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay did. `logits` [1, vocab] of the last token; `cache` can be continued.
+
+    `prefix_tokens` were stored, the first `skipped_rows` of them were not run again; `encoder_rows` of them were, and
+    `decoder_rows` rows of the whole prompt went through the decoder half. `difference` is the largest difference of the
+    logits from a cold run, where one was made.
+    """
+
+    mode: str
+    logits: Tensor
+    cache: Cache
+    prompt_tokens: int
+    prefix_tokens: int
+    skipped_rows: int
+    encoder_rows: int
+    decoder_rows: int
+    difference: float | None = None
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.mode}: {self.encoder_rows} of {self.prefix_tokens} prefix rows recomputed, "
+            f"{self.decoder_rows} of {self.prompt_tokens} rows in the decoder half"
+        )
+        return text if self.difference is None else f"{text}, logits differ by {self.difference:.3g}"
+
+
+def first_row(model: Transformer, prefix: int, prompt: int, mode: str) -> int:
+    """The position at which a replay starts: a multiple of every compression ratio, so that it begins with a group.
+
+    Raises:
+        ReplayError: another mode.
+    """
+    if mode not in MODES:
+        raise ReplayError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
+    if mode == "cold":
+        return 0
+    config = model.config
+    window, layers = config.sliding_window, config.num_hidden_layers
+    ratios = {plan.compress_ratio for plan in model.plans if plan.owns_kv} or {1}
+    if mode == "bounded":
+        start = prefix - window
+    else:
+        encoder = layers if model.boundary is None else model.boundary
+        entries = prefix - (max(ratios) - 1) - encoder * (window - 1)  # new entries and open groups are exact
+        start = min(entries, prompt - 1 - layers * (window - 1))  # the windows and the last row are exact
+    step = math.lcm(*ratios)
+    return max(start, 0) // step * step
+
+
+def replay(
+    model: Transformer, ids: Tensor, stored: Cache, mode: str = "bounded", *, chunk: int | None = None
+) -> Replay:
+    """Run the prompt ids [1, N], whose first tokens `stored` holds (`cache.prefix(P)`).
+
+    Raises:
+        ReplayError: another mode, or a prompt that does not begin with the stored tokens.
+    """
+    prompt, prefix = ids.shape[1], stored.lengths[0]
+    if stored.batch_size != 1 or len(ids) != 1:
+        raise ReplayError(f"{len(ids)} prompts and {stored.batch_size} stored sequences; accepted: one of each")
+    if prefix > prompt:
+        raise ReplayError(f"the stored prefix has {prefix} tokens; accepted: at most the prompt's {prompt}")
+    same = stored.tokens[0, :prefix] == ids[0, :prefix].to(stored.tokens.device)
+    if not bool(same.all()):
+        raise ReplayError(f"the prompt differs from the stored tokens at position {int(same.long().argmin())}")
+    start = first_row(model, prefix, prompt, mode)
+    if mode == "cold":
+        cache = model.new_cache(1, capacity=prompt)
+    else:
+        cache = stored.fork()
+        cache.rewind(start)
+    tail = model.config.sliding_window if mode == "bounded" else "exact"
+    logits = model.prefill(ids[:, start:], cache, tail=tail, chunk=chunk)
+    decoder = model.tail_rows() if tail == "exact" else tail
+    rows = prompt - start
+    return Replay(
+        mode=mode,
+        logits=logits,
+        cache=cache,
+        prompt_tokens=prompt,
+        prefix_tokens=prefix,
+        skipped_rows=start,
+        encoder_rows=prefix - start,
+        decoder_rows=rows if decoder is None else min(decoder, rows),
+    )
+
+
+def compare(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None = None) -> list[Replay]:
+    """All three modes for a prompt ids [1, N] whose first `prefix` tokens were run before, each with its difference.
+
+    Raises:
+        CacheError: `prefix` is not 1 to N.
+    """
+    if not 1 <= prefix <= ids.shape[1]:
+        raise CacheError(f"prefix of {prefix} tokens; accepted: 1 to {ids.shape[1]}")
+    before = model.new_cache(1)
+    model.prefill(ids[:, :prefix], before, tail="exact", chunk=chunk)
+    stored = before.prefix(prefix)
+    results = [replay(model, ids, stored, mode, chunk=chunk) for mode in MODES]
+    cold = results[0].logits
+    return [Replay(**{**vars(result), "difference": float((result.logits - cold).abs().max())}) for result in results]

@@ -1,0 +1,172 @@
+"""The packed cache: bytes equal to `flashsim.kv_cache`, forks, truncation, files, and what bad input gets."""
+
+import pytest
+import torch
+
+from flashsim.config import load_config
+from flashsim.kv_cache import kv_cache
+from flashsim.schedule import layer_plan
+from model.cache import Cache, CacheError
+from model.step import Step
+
+CONFIGS = ["tiny", "mini", "tests/data/golden/a32", "tests/data/golden/c32"]
+
+
+def filled(config, tokens, batch=1, **options):
+    """A cache that went through the motions of so many tokens, without a model: counts do not depend on values."""
+    cache = Cache(config, batch, **options)
+    step = Step(config, [0] * batch, [tokens] * batch, torch.device("cpu"))
+    cache.begin(step, torch.zeros(batch, tokens, dtype=torch.int64), None)
+    for ring in cache._rings():
+        ring.write(step, torch.zeros(batch, tokens, *ring.rows.shape[2:], dtype=ring.rows.dtype))
+    cache.advance(step)
+    return cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_equal_the_prediction_for_every_length(name):
+    config = load_config(name)
+    assert Cache(config).nbytes() == 0
+    for n in range(1, 301):
+        cache, predicted = filled(config, n), kv_cache(config, n)
+        assert cache.nbytes() == predicted.total()
+        for key in ("component", "layer", "tier"):
+            assert cache.nbytes(by=key) == predicted.by(key), (n, key)
+
+
+def test_bytes_of_the_release():
+    config = load_config("v4.1-flash")
+    for n in (1, 127, 128, 129, 1001):
+        assert filled(config, n).nbytes(by="component") == kv_cache(config, n).by("component")
+
+
+def test_bytes_of_a_model_that_decodes(tiny, ids):
+    """The same with records that a model wrote, one token at a time, over both residues and a full window."""
+    cache = tiny.new_cache(2)
+    for n in range(1, 40):
+        tiny(ids[:, n - 1 : n], cache=cache)
+        assert cache.nbytes(by="component", sequence=1) == kv_cache(tiny.config, n).by("component")
+        assert cache.nbytes() == 2 * kv_cache(tiny.config, n).total()
+    assert cache.reserved_nbytes() >= cache.nbytes()
+
+
+def test_ragged_bytes_are_the_sum_of_each(tiny, ids):
+    cache = tiny.new_cache(2)
+    tiny(ids[:, :21], cache=cache, lengths=[21, 6])
+    assert cache.lengths == [21, 6]
+    assert cache.nbytes() == kv_cache(tiny.config, 21).total() + kv_cache(tiny.config, 6).total()
+
+
+def test_records_take_the_bytes_of_their_layout():
+    config = load_config("v4.1-flash")
+    cache = Cache(config)
+    assert (cache.main_codec.nbytes, cache.key_codec.nbytes, cache.window_codec.nbytes) == (288, 68, 528)
+    assert all(ring.rows.dtype == torch.uint8 for ring in cache.windows.values())
+    assert set(cache.sources) == {plan.layer for plan in layer_plan(config) if plan.owns_kv} == {2, 8, 14, 20}
+
+
+def test_unrounded_cache_keeps_numbers(make_model, ids):
+    model = make_model(cache_rounding=False)
+    cache = model.new_cache(1)
+    full = model(ids[:1, :30])
+    parts = [model(ids[:1, a:b], cache=cache) for a, b in ((0, 7), (7, 8), (8, 30))]
+    assert (torch.cat(parts, 1) - full).abs().max() < 1e-12
+    assert cache.nbytes() > kv_cache(model.config, 30).total()
+    assert "not rounded" in repr(cache)
+
+
+@pytest.mark.parametrize("keep", range(22, 31))
+def test_truncated_is_as_if_it_had_never_been(tiny, ids, keep):
+    """Both residues: window, open group, entries and Engram history of the tokens that are kept."""
+    cache = tiny.new_cache(1)
+    tiny(ids[:1, :30], cache=cache)
+    cache.truncate(keep)
+    assert cache.nbytes(by="component") == kv_cache(tiny.config, keep).by("component")
+    other = ids[1:, :5]
+    expected = tiny(torch.cat([ids[:1, :keep], other], dim=1))[:, keep:]
+    got = torch.cat([tiny(other[:, i : i + 1], cache=cache) for i in range(5)], dim=1)
+    assert (got - expected).abs().max() < 1e-12
+
+
+def test_truncate_each_sequence_by_itself(tiny, ids):
+    cache = tiny.new_cache(2)
+    tiny(ids[:, :20], cache=cache)
+    cache.truncate([20, 15])
+    got = tiny(ids[:, 50:52], cache=cache)
+    for b, n in ((0, 20), (1, 15)):
+        expected = tiny(torch.cat([ids[b : b + 1, :n], ids[b : b + 1, 50:52]], dim=1))[:, n:]
+        assert (got[b] - expected[0]).abs().max() < 1e-12
+
+
+def test_truncate_to_nothing(tiny, ids):
+    cache = tiny.new_cache(1)
+    tiny(ids[:1, :200], cache=cache)
+    cache.truncate(0)
+    assert cache.nbytes() == 0
+    assert (tiny(ids[1:, :9], cache=cache) - tiny(ids[1:, :9])).abs().max() < 1e-12
+
+
+def test_truncating_beyond_what_rings_hold_is_an_error(tiny, ids):
+    cache = tiny.new_cache(1)
+    tiny(ids[:1, :60], cache=cache)
+    for wanted, text in ((40, "at most rollback, 8"), (61, "0 to its 60 tokens"), (-1, "0 to its 60")):
+        with pytest.raises(CacheError, match=text):
+            cache.truncate(wanted)
+    assert cache.lengths == [60]
+    with pytest.raises(CacheError, match="length has 3 numbers"):
+        cache.truncate([1, 2, 3])
+
+
+def test_fork_is_independent(tiny, ids):
+    cache = tiny.new_cache(2)
+    tiny(ids[:, :33], cache=cache)
+    copy = cache.fork([1, 0, 1])
+    before = tiny(ids[:, 33:34], cache=cache.fork())
+    tiny(ids[[0, 1, 0], 40:50], cache=copy)
+    assert copy.lengths == [43, 43, 43]
+    assert torch.equal(tiny(ids[:, 33:34], cache=cache), before)
+    with pytest.raises(CacheError, match="sequences is \\[2\\]"):
+        cache.fork([2])
+
+
+def test_a_saved_cache_goes_on_and_back(tiny, ids, tmp_path):
+    cache = tiny.new_cache(2)
+    tiny(ids[:, :31], cache=cache, lengths=[31, 24])
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = Cache.load(tmp_path / "cache.safetensors", tiny.config)
+    assert loaded.lengths == [31, 24]
+    assert loaded.nbytes(by="component") == cache.nbytes(by="component")
+    for each in (cache, loaded):
+        each.truncate([28, 19])
+    assert torch.equal(tiny(ids[:, 60:65], cache=loaded), tiny(ids[:, 60:65], cache=cache))
+
+
+def test_files_that_are_no_cache(tiny, ids, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    with pytest.raises(CacheError, match="is no cache file"):
+        Cache.load(path, tiny.config)
+    path.write_bytes(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(CacheError, match="is no cache file"):
+        Cache.load(path, tiny.config)
+    cache = tiny.new_cache(1)
+    tiny(ids[:1, :9], cache=cache)
+    cache.save(path)
+    with pytest.raises(CacheError, match=r"another config: .*hidden_size"):
+        Cache.load(path, load_config("mini"))
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-10])
+    with pytest.raises(CacheError, match="is no cache file"):
+        Cache.load(path, tiny.config)
+
+
+def test_a_cache_of_another_model_is_refused(tiny, make_model, ids):
+    from model.transformer import InputError
+
+    with pytest.raises(CacheError, match="made for another model"):
+        tiny(ids[:1, :3], cache=make_model(cache_rounding=False).new_cache(1))
+    with pytest.raises(InputError, match="ids have 2 sequences; accepted: 1"):
+        tiny(ids[:, :3], cache=tiny.new_cache(1))
+    with pytest.raises(CacheError, match="by is 'size'"):
+        tiny.new_cache(1).nbytes(by="size")
+    with pytest.raises(CacheError, match="batch_size is 0"):
+        tiny.new_cache(0)
