@@ -179,6 +179,15 @@ def test_nan_and_infinity_stay():
         assert not out[1].isfinite().all() and torch.equal(out[2], h[2])
 
 
+def test_zero_streams_and_keys():
+    # 0 * rsqrt(1e-20) is 0, not NaN: the gate is sigmoid(0.001). Mutations: eps left out of one mean or the other.
+    h, kv, q_weight, k_weight = update_inputs(3, 2, 33)
+    h[0, 1], kv[1, :33] = 0, 0
+    out = engram_update(h, kv, q_weight, k_weight)
+    assert out.isfinite().all()
+    assert relative_error(out, engram_update_reference(h, kv, q_weight, k_weight)) < FP32
+
+
 def test_strided_and_empty_inputs():
     h, kv, q_weight, k_weight = update_inputs(3, 2, 64)
     wide, long = torch.full((3, 4, 80), math.nan, device=DEVICE), torch.full((3, 200), math.nan, device=DEVICE)
