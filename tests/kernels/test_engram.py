@@ -164,7 +164,7 @@ def test_gate_of_a_zero_keeps_its_sign():
 
 
 def test_nan_and_infinity_stay():
-    # Mutation: tl.maximum(|t|, 1e-6) alone, which turns a NaN into a gate of one half.
+    # Mutation: a t that is NaN taken for 0. (On a GPU the maximum of |t| and 1e-6 alone would do that.)
     for place, value in (("h", math.nan), ("key", math.inf), ("value", math.inf), ("weight", math.nan)):
         h, kv, q_weight, k_weight = update_inputs(3, 2, 64)
         if place == "h":
