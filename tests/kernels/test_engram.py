@@ -164,7 +164,7 @@ def test_gate_of_a_zero_keeps_its_sign():
 
 
 def test_nan_and_infinity_stay():
-    # Mutation: tl.maximum(|t|, 1e-6) alone, which turns a NaN into a gate of one half.
+    # Mutation: a t that is NaN taken for 0. (On a GPU the maximum of |t| and 1e-6 alone would do that.)
     for place, value in (("h", math.nan), ("key", math.inf), ("value", math.inf), ("weight", math.nan)):
         h, kv, q_weight, k_weight = update_inputs(3, 2, 64)
         if place == "h":
@@ -177,6 +177,15 @@ def test_nan_and_infinity_stay():
         out = engram_update(h, kv, q_weight, k_weight, image)
         assert relative_error(out, engram_update_reference(h, kv, q_weight, k_weight, image)) < FP32
         assert not out[1].isfinite().all() and torch.equal(out[2], h[2])
+
+
+def test_zero_streams_and_keys():
+    # 0 * rsqrt(1e-20) is 0, not NaN: the gate is sigmoid(0.001). Mutations: eps left out of one mean or the other.
+    h, kv, q_weight, k_weight = update_inputs(3, 2, 33)
+    h[0, 1], kv[1, :33] = 0, 0
+    out = engram_update(h, kv, q_weight, k_weight)
+    assert out.isfinite().all()
+    assert relative_error(out, engram_update_reference(h, kv, q_weight, k_weight)) < FP32
 
 
 def test_strided_and_empty_inputs():

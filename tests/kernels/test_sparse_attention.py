@@ -50,8 +50,8 @@ def check(arguments, tolerance=FP32, **options):
     return out
 
 
-# Mutations seen to fail here: odd and even nibble exchanged, scale group of 8 for 16 channels, j < W taken for j <= W,
-# alpha left out of l, sink scaled by D^-0.5, the last tile of a split dropped.
+# Mutations seen to fail here: odd and even nibble exchanged, a scale for 32 channels, alpha left out of l or of the
+# output, sink scaled by D^-0.5, the last tile of a split dropped, j < W taken for j <= W.
 @pytest.mark.parametrize("splits", [1, 2, 5, None])
 @pytest.mark.parametrize(
     "queries, heads, width, window, selected",
@@ -73,7 +73,7 @@ def test_wide_programs(monkeypatch):
     check(inputs(2, 70, 64, 10, 150), splits=2)
 
 
-# Mutations: the mask row >= 0 turned into row > 0, and taken from slots for both lists.
+# Mutations: row >= 0 turned into row > 0, absent scores not masked, the guards of an empty sum left out.
 def test_absent_everywhere_and_nowhere():
     arguments = inputs(4, 3, 64, 10, 20)
     slots, indices = arguments[3], arguments[6]
@@ -84,6 +84,8 @@ def test_absent_everywhere_and_nowhere():
     for splits in (1, 3):
         out = check(arguments, splits=splits)
         assert (out[2] == 0).all() and (out[[0, 1, 3]] != 0).all()
+        arguments[7][1] = -math.inf  # nothing at all to divide by
+        assert (check(arguments, splits=splits)[2] == 0).all()
 
 
 def test_one_list_may_be_empty():
@@ -128,7 +130,7 @@ def test_every_code_decodes():
 
 
 def test_ties_and_repeats():
-    # No de-duplication: a record named twice counts twice. Mutation: l summed over distinct scores only is not this.
+    # No de-duplication: a record named twice counts twice. Mutation: parts joined with equal weights.
     arguments = inputs(2, 4, 64, 6, 70)
     arguments[3].fill_(3)
     arguments[6].fill_(2)
@@ -150,27 +152,29 @@ def test_large_scores_and_sinks():
 
 @pytest.mark.parametrize("where", ["query", "sink", "code", "window scale", "selected scale"])
 def test_nan_is_not_lost(where):
-    # Mutations: NaN scale byte read as 448 * 2^k, the infinite score dropped like an absent one.
+    # Mutations: the largest scale in place of NaN, for both formats; an infinite score dropped like an absent record.
     for splits in (1, 2):
         arguments = inputs(2, 2, 64, 8, 100, rows=4)
-        q, w_codes, w_scales, slots, _, scales, indices, sink = arguments
+        q, w_codes, w_scales, slots, codes, scales, indices, sink = arguments
         slots.clamp_(min=0), indices.clamp_(min=0)
         if where == "query":
-            q[0, 1, 3] = -math.inf
+            # Against a channel that is 1 everywhere: each score is -inf, and may not pass for an absent record.
+            q[0, 1, 3], w_codes[:, 3], w_scales[:], codes[:, 1], scales[:] = -math.inf, 0x38, 127, 0x22, 0x38
         elif where == "sink":
             sink[1] = math.nan
         elif where == "code":
             w_codes[slots[0, 0].long(), 3] = 0x7F
         elif where == "window scale":
-            w_scales[slots[0, 0].long()] = 255
+            w_scales[slots[0, 0].long()], w_codes[slots[0, 0].long()] = 255, 0  # as packed from NaN
         else:
-            scales[indices[0, 0].long()] = 0x7F
+            scales[indices[0, 0].long()], codes[indices[0, 0].long()] = 0x7F, 0
         out = check(arguments, splits=splits)
         assert not out[0, 1].isfinite().any() if where != "code" else out[0].isnan().any()
 
 
 def test_one_record_tensor_and_strided_inputs():
-    # Codes and scales as slices of one 528- or 288-byte record, the query and the lists with longer rows.
+    # Codes and scales as slices of one 528- or 288-byte record, the query and the lists with longer rows. Mutations:
+    # the stride of each replaced by its width.
     arguments = inputs(3, 5, 512, 9, 33)
     q, w_codes, w_scales, slots, codes, scales, indices, sink = arguments
     window, selected = torch.cat([w_codes, w_scales], 1), torch.cat([codes, scales], 1)
@@ -178,9 +182,9 @@ def test_one_record_tensor_and_strided_inputs():
     wide = torch.full((3, 7, 600), math.nan, device=DEVICE)
     wide[:, 1:6, :512] = q
     longer = torch.full((3, 50), 10**6, dtype=torch.int32, device=DEVICE)
-    longer[:, :33] = indices
+    longer[:, :33], longer[:, 40:49] = indices, slots
     plain = sparse_attention(*arguments)
-    views = wide[:, 1:6, :512], window[:, :512], window[:, 512:], slots, selected[:, :256], selected[:, 256:]
+    views = wide[:, 1:6, :512], window[:, :512], window[:, 512:], longer[:, 40:49], selected[:, :256], selected[:, 256:]
     assert torch.equal(sparse_attention(*views, longer[:, :33], sink), plain)
 
 
