@@ -293,8 +293,8 @@ def aot_cases():
     )
     vector = dict(K=1280, BN=VECTOR_BN, BK=VECTOR_BK, OPERAND=tl.float16, NATIVE=True)
     options = dict(num_warps=4, num_stages=VECTOR_STAGES)
-    hopper = ["wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16"]
-    cases.append(("linear vector", _vector_kernel, signature, vector, options, {90: hopper, 100: []}))
+    widened = ["cvt.rn.f16x2.e4m3x2"]
+    cases.append(("linear vector", _vector_kernel, signature, vector, options, {90: widened, 100: []}))
     cases.append(("sum parts", _sum_parts_kernel, signature, dict(PARTS=4, BLOCK=1024, NATIVE=True), {}, None))
     return cases
 
