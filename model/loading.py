@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from flashsim.config import Config, load_config, preset_name
-from flashsim.units import number_of_bytes
 from model.checkpoint import Checkpoint, text_config
+from model.memory import require
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
 from model.stored_weights import STORABLE, StoredWeight, store
@@ -104,7 +104,8 @@ def random_model(
     table = {name: spec for name, spec in tensors(config).items() if spec.part == "text"}
     device = torch.device(device)
     if device.type != "meta":
-        _check_memory(config.name, sum(math.prod(spec.shape) for spec in table.values()) * dtype.itemsize, device, "")
+        weights = sum(math.prod(spec.shape) for spec in table.values()) * dtype.itemsize
+        require(f"{config.name} with its weights", weights, device)
     model = Transformer(config, backend, dtype, device, cache_rounding)
     if device.type != "meta":
         randomise(model, seed)
@@ -142,7 +143,7 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     expanded = sum(math.prod(checkpoint.table[n].shape) * parameters[n].dtype.itemsize for n in set(names) - kept)
     held = 0 if offload else sum(_stored_bytes(checkpoint, name) for name in kept)
     hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
-    _check_memory(folder.name, expanded + held, device, hint)
+    require(f"{folder.name} with its weights", expanded + held, device, hint)
 
     for name in names:
         if name in kept:
@@ -188,22 +189,3 @@ def _is_folder(source: Any) -> bool:
 def _assign(model: nn.Module, name: str, values: torch.Tensor) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, nn.Parameter(values, requires_grad=False))
-
-
-def _check_memory(name: str, needed: int, device: torch.device, hint: str) -> None:
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"{name} needs {number_of_bytes(needed)} for its weights, {device} has {number_of_bytes(free)} free{hint}"
-        )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be had on a device, or None where that cannot be known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

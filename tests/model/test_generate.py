@@ -293,7 +293,7 @@ def test_command_reads_standard_input(capsys, monkeypatch):
         (["--random", "tiny", "--prompt-ids", "320"], "token 0 of the prompt is 320"),
         (["--random", "tiny", "--prompt-ids", "1", "--chat"], "prompt-ids is given with chat"),
         (["--random", "tinny", "--prompt", "x"], "did you mean tiny"),
-        (["--random", "v4.1-flash", "--prompt", "x"], "needs 2,993,978,739,136 bytes"),
+        (["--random", "v4.1-flash", "--prompt", "x"], "with its weights needs 2,993,978,739,136 bytes"),
         (["--random", "tiny", "--prompt", "x", "--offload"], "random weights"),
         (["--checkpoint", "tiny", "--prompt", "x"], "is not a folder"),
         (["--checkpoint", str(GOLDEN / "c32"), "--prompt", "x"], "there is no tokenizer"),
