@@ -261,34 +261,23 @@ def _json(value: Any) -> str:
 
 _TOOLS = f"""## Tools
 
-You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{CALLS}>" \
-block like the following:
+To call a tool, write a block in this form; several calls may stand in one block:
 
 <{CALLS}>
-<{INVOKE} name="$TOOL_NAME">
-<{PARAMETER} name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{PARAMETER}>
-...
-</{INVOKE}>
-<{INVOKE} name="$TOOL_NAME2">
-...
+<{INVOKE} name="NAME">
+<{PARAMETER} name="PARAMETER" string="true|false">VALUE</{PARAMETER}>
 </{INVOKE}>
 </{CALLS}>
 
-String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, \
-objects), pass the value in JSON format and set `string="false"`.
+Text values stand as they are, with string="true"; every other value is JSON, with string="false".
+Reasoning, where it is asked for, comes first, between {THINK} and {END_THINK}.
 
-If thinking_mode is enabled (triggered by {THINK}), you MUST output your complete reasoning inside \
-{THINK}...{END_THINK} BEFORE any tool calls or final response.
-
-Otherwise, output directly after {END_THINK} with tool calls or final response.
-
-### Available Tool Schemas
+### Schemas
 
 {{schemas}}
-
-You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
-"""The instruction that the model was trained with, word for word: data of the format, not ours to phrase."""
+"""How to call tools, in words of our own around the markup of section 12. The wording that the model was trained with is
+not reproduced here, so a released checkpoint may follow it less well."""
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def test_tools_follow_the_system_text():
     text = render([{"role": "system", "content": "S"}, ASK], tools=[TOOL, TOOL])
     assert text.startswith(BOS + "<｜System｜>S\n\n## Tools\n\n")
     assert text.count(json.dumps(TOOL["function"], ensure_ascii=False)) == 2
-    assert '<｜DSML｜ invoke name="$TOOL_NAME">' in text
+    assert '<｜DSML｜ invoke name="NAME">' in text
     assert text.endswith("<｜User｜>q<｜Assistant｜></think>")
     own = render([{"role": "system", "content": "S", "tools": [TOOL, TOOL]}, ASK])
     assert own == text
