@@ -276,8 +276,8 @@ Reasoning, where it is asked for, comes first, between {THINK} and {END_THINK}.
 
 {{schemas}}
 """
-"""How to call tools, in words of our own around the markup of section 12. The wording that the model was trained with is
-not reproduced here, so a released checkpoint may follow it less well."""
+"""How to call tools, in words of our own around the markup of section 12. The wording that the model was trained with
+is not reproduced here, so a released checkpoint may follow it less well."""
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
