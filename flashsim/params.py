@@ -2,8 +2,8 @@
 
 Every stored number is counted once: matrices, norms, biases, sinks, hyper-connection coefficients. Not counted: draft
 modules (MTP, DSpark), vision, the token-to-expert tables of hash-routed layers (they hold ids). Active counts leave
-out the embedding table, of which one row is looked up, and the final norm (V4.1 architecture, 14.3). Each row has
-three numbers: total, active at decode, active per prompt token.
+out the embedding table, of which one row is looked up, and the final norm (V4.1 architecture, 14.3). A row
+holds what is stored; `ParamsReport.active` works out of it what one token multiplies with.
 """
 
 from __future__ import annotations
