@@ -49,11 +49,13 @@ def _e2m1_code_short(x, reciprocal):
     either exactly on a tie of the E2M1 grid or at least 2^-8 of its size beside it. Adding 64 to each line drops the
     last 7 bits, and with them the error of the reciprocal: ties are found exactly. The test tries values with scales.
     """
+    y = tl.abs(x)
+    line0 = (y * (2.0 * reciprocal) + 64.0).to(tl.int32, bitcast=True)  # positive floats order like their bits
+    line1 = (y * reciprocal + 66.0).to(tl.int32, bitcast=True)
+    line2 = (y * (0.5 * reciprocal) + 68.0).to(tl.int32, bitcast=True)
+    line = tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), 0x428E0000)  # 71
+    rounded = (line.to(tl.float32, bitcast=True) + 8388608.0).to(tl.int32, bitcast=True)  # at 2^23: an integer
     bits = x.to(tl.int32, bitcast=True)
-    y = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    line = tl.minimum(y * (2.0 * reciprocal) + 64.0, y * reciprocal + 66.0)
-    line = tl.minimum(tl.minimum(line, y * (0.5 * reciprocal) + 68.0), 71.0)
-    rounded = (line + 8388608.0).to(tl.int32, bitcast=True)  # at 2^23 a float32 is an integer
     return (rounded & 7) | ((bits >> 28) & 8)
 
 

@@ -85,12 +85,16 @@ def _gather_kernel(
     group = tl.arange(0, GROUPS)
     row = tl.load(rows_ptr + i, mask=i < n, other=0)
     inside = (i < n)[:, None] & (group < WIDTH // 32)[None, :]
+    # Loaded and stored as matrices: in three dimensions Triton 3.6 would give each thread a row of its own.
+    channel = tl.arange(0, GROUPS * 32)
+    wide = (i < n)[:, None] & (channel < WIDTH)[None, :]
     scale = tl.load(scales_ptr + (row * scales_stride)[:, None] + group[None, :], mask=inside, other=0)
-    channel = (group * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
-    code = tl.load(codes_ptr + (row * codes_stride)[:, None, None] + channel, mask=inside[:, :, None], other=0)
+    code = tl.load(codes_ptr + (row * codes_stride)[:, None] + channel[None, :], mask=wide, other=0)
+    code = tl.reshape(code, [ROWS, GROUPS, 32])
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else e4m3_bits_to_f32(code)
-    value = (value * ue8m0_to_f32(scale)[:, :, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (i * WIDTH)[:, None, None] + channel, value, mask=inside[:, :, None])
+    value = tl.reshape(value * ue8m0_to_f32(scale)[:, :, None], [ROWS, GROUPS * 32])
+    out = out_ptr + (i * WIDTH)[:, None] + channel[None, :]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=wide)
 
 
 @triton.jit

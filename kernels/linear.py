@@ -24,6 +24,7 @@ from kernels.numerics import e4m3_bits_to_f32, f32_to_bf16, f32_to_e4m3_bits, ue
 
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 ACT_BLOCKS = 64  # activation blocks of one quantising program
+VECTOR_BN, VECTOR_BK, VECTOR_STAGES = 64, 256, 4  # tiles of a single row
 
 
 @triton.jit
@@ -128,6 +129,74 @@ def _linear_kernel(
 
 
 @triton.jit
+def vector_blocks(x_ptr, k0, K: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr):
+    """(codes, scales) of x[k0 : k0 + BK] in the fp8 format: float32 [BK / 32, 32] and [BK / 32]; zeros from K on."""
+    at = k0 + tl.arange(0, BK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    byte, reciprocal = ue8m0_scale(amax_bits.to(tl.float32, bitcast=True), 448.0, 1e-4)
+    scale = ue8m0_to_f32(tl.where(amax_bits < 0x7F800000, byte, 255))
+    if NATIVE:
+        return (x * reciprocal[:, None]).to(tl.float8e4nv).to(tl.float32), scale
+    return e4m3_bits_to_f32(f32_to_e4m3_bits(x * reciprocal[:, None])), scale
+
+
+@triton.jit
+def block_columns(codes, DTYPE: tl.constexpr):
+    """[B * C, B] for codes [B, C]: column b keeps block b alone, so that a product with it sums each block apart."""
+    B: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    mine = (tl.arange(0, B * C) // C)[:, None] == tl.arange(0, B)[None, :]
+    return tl.where(mine, tl.reshape(codes, [B * C])[:, None], 0.0).to(DTYPE)
+
+
+@triton.jit
+def fp8_vector_dot(
+    acc, code_row, scale_row, n_ok, k0, columns, x_scale, K: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr
+):
+    """acc [BN, BK / 32] += the sums of w[:, k0 : k0 + BK] x over each block of 32 inputs."""
+    k = (k0 + tl.arange(0, BK))[None, :]
+    block = (k0 // 32 + tl.arange(0, BK // 32))[None, :]
+    if K % BK == 0:
+        q = tl.load(code_row + k, mask=n_ok, other=0)
+        s = tl.load(scale_row + block, mask=n_ok, other=0)
+    else:
+        q = tl.load(code_row + k, mask=n_ok & (k < K), other=0)
+        s = tl.load(scale_row + block, mask=n_ok & (block < K // 32), other=0)
+    w = q.to(tl.float8e4nv, bitcast=True) if NATIVE else e4m3_bits_to_f32(q)
+    sums = tl.dot(w.to(columns.dtype), columns, input_precision="ieee")
+    return acc + sums * x_scale[None, :] * ue8m0_to_f32(s)
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,  # [K]
+    codes_ptr,  # [N, K] uint8
+    scales_ptr,  # [N / 32, K / 32] uint8
+    out_ptr,  # [N]
+    N,
+    codes_stride,
+    scales_stride,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # one program per BN outputs
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n_ok = (n < N)[:, None]
+    code_row = codes_ptr + n[:, None].to(tl.int64) * codes_stride
+    scale_row = scales_ptr + (n[:, None] // 32) * scales_stride
+    acc = tl.zeros([BN, BK // 32], tl.float32)
+    for k0 in range(0, K, BK):
+        codes, x_scale = vector_blocks(x_ptr, k0, K, BK, NATIVE)
+        columns = block_columns(codes, OPERAND)
+        acc = fp8_vector_dot(acc, code_row, scale_row, n_ok, k0, columns, x_scale, K, BK, NATIVE)
+    tl.store(out_ptr + n, round_like(tl.sum(acc, axis=1), out_ptr.dtype.element_ty, NATIVE), mask=n < N)
+
+
+@triton.jit
 def _sum_parts_kernel(parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -146,6 +215,12 @@ def linear(x, codes, scales, act_quant=True):
     if out.numel() == 0 or K == 0:
         return out.zero_()
     native = has_e4m3(x)
+    if act_quant and M == 1 and (native or not x.is_cuda):
+        _vector_kernel[(triton.cdiv(N, VECTOR_BN),)](
+            x, codes, scales, out, N, codes.stride(0), scales.stride(0), K=K, BN=VECTOR_BN, BK=VECTOR_BK,
+            OPERAND=tl.float16 if x.is_cuda else tl.float32, NATIVE=native, num_warps=4, num_stages=VECTOR_STAGES,
+        )  # fmt: skip
+        return out
     if act_quant:
         x = quantise_activation(x)
     BM, BN, BK, warps, stages = _tiles(M, x.dtype, x.is_cuda)
@@ -216,6 +291,10 @@ def aot_cases():
     cases.append(
         ("quantise", _quantise_kernel, signature, dict(PER_ROW=160, BLOCKS=ACT_BLOCKS, NATIVE=True), {}, {90: []})
     )
+    vector = dict(K=1280, BN=VECTOR_BN, BK=VECTOR_BK, OPERAND=tl.float16, NATIVE=True)
+    options = dict(num_warps=4, num_stages=VECTOR_STAGES)
+    widened = ["cvt.rn.f16x2.e4m3x2"]
+    cases.append(("linear vector", _vector_kernel, signature, vector, options, {90: widened, 100: []}))
     cases.append(("sum parts", _sum_parts_kernel, signature, dict(PARTS=4, BLOCK=1024, NATIVE=True), {}, None))
     return cases
 

@@ -29,11 +29,23 @@ import triton
 import triton.language as tl
 
 from kernels.block_quant import has_e4m3
-from kernels.linear import check_activation, check_fp8_weight, fp8_operand, quantised_values, round_like
+from kernels.linear import (
+    block_columns,
+    check_activation,
+    check_fp8_weight,
+    fp8_operand,
+    fp8_vector_dot,
+    quantised_values,
+    round_like,
+    vector_blocks,
+)
 from kernels.numerics import e2m1_code_to_f32, ue8m0_to_f32
 
 PAIRS = 1024  # pairs a sorting program looks at in one step
 ACT_BLOCKS = 64
+VECTOR_TOKENS = 1  # up to here every pair is a matrix-vector product of its own
+VECTOR_UP = dict(BN=64, BK=256, num_warps=4, num_stages=4)
+VECTOR_DOWN = dict(BN=64, BK=256, num_warps=4, num_stages=4)
 
 # Two words of four codes to four pairs of bf16 values: pair j holds code j of both words. A code's bits placed at the
 # bottom of a bf16 exponent (sign to bit 15, the rest to bits 8..6) are its value times 2^-126, the subnormal 0.5
@@ -143,6 +155,18 @@ def _scales(scale_row, n_ok, k0, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _order(program, all_tiles, N: tl.constexpr, BN: tl.constexpr, SORTED: tl.constexpr):
+    """(row tile, its BN channels) of a program. Sorted tiles run one after the other, with all channels of a tile side
+    by side, so that its activations are read from memory once; the shared expert, whose tiles are longest, comes first.
+    Unsorted ones run side by side: those of one expert share its weights."""
+    if SORTED:
+        t, n = all_tiles - 1 - program // tl.cdiv(N, BN), program % tl.cdiv(N, BN)
+    else:
+        t, n = program % all_tiles, program // all_tiles
+    return t, n * BN + tl.arange(0, BN)
+
+
+@triton.jit
 def _tile_of(t, ids_ptr, tiles_ptr, SORTED: tl.constexpr):
     """(expert or -1, first position, end position) of tile t; of shared tiles any, they are not used."""
     if SORTED:
@@ -213,6 +237,15 @@ def _prepare_kernel(
 
 
 @triton.jit
+def _swiglu(gate, up, p, limit, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    gate = round_like(gate, DTYPE, NATIVE).to(tl.float32)
+    up = round_like(up, DTYPE, NATIVE).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # a NaN compares false and stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return round_like(gate / (1.0 + tl.exp(-gate)) * up * p, DTYPE, NATIVE)
+
+
+@triton.jit
 def _up_kernel(
     split_ptr, plain_ptr,  # [T, D] both
     ids_ptr, p_ptr,  # [T * k]
@@ -224,9 +257,8 @@ def _up_kernel(
     TOP_K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BK8: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # one program per (tile of rows, BN inner channels); row tiles vary fastest: those of one expert share its weights
-    t = tl.program_id(0) % all_tiles
-    n = tl.program_id(0) // all_tiles * BN + tl.arange(0, BN)
+    # one program per (tile of rows, BN inner channels)
+    t, n = _order(tl.program_id(0), all_tiles, I, BN, SORTED)
     n_ok = (n < I)[:, None]
     row = tl.arange(0, BM)
     gate = tl.zeros([BN, BM], tl.float32)
@@ -272,12 +304,7 @@ def _up_kernel(
         out_row = token.to(tl.int64) + n_pairs
         out_channel = n
 
-    gate = round_like(gate, DTYPE, NATIVE).to(tl.float32)
-    up = round_like(up, DTYPE, NATIVE).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # a NaN compares false and stays
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    a = gate / (1.0 + tl.exp(-gate)) * up * p[None, :]
-    a = round_like(a, DTYPE, NATIVE).to(tl.float32)
+    a = _swiglu(gate, up, p[None, :], limit, DTYPE, NATIVE).to(tl.float32)
     value = quantised_values(tl.reshape(a, [BN // 32, 32, BM]), 1, NATIVE)
     value = tl.reshape(value, [BN, BM]).to(h_ptr.dtype.element_ty)  # exact
     tl.store(h_ptr + out_row[None, :] * I + out_channel[:, None], value, mask=n_ok & row_ok[None, :])
@@ -295,8 +322,7 @@ def _down_kernel(
     SORTED: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # one program per (tile of rows, BN output channels)
-    t = tl.program_id(0) % all_tiles
-    n = tl.program_id(0) // all_tiles * BN + tl.arange(0, BN)
+    t, n = _order(tl.program_id(0), all_tiles, D, BN, SORTED)
     n_ok = (n < D)[:, None]
     row = tl.arange(0, BM)
     acc = tl.zeros([BN, BM], tl.float32)
@@ -333,6 +359,141 @@ def _down_kernel(
             u2 = u2_next
     y = y_ptr + out_row[None, :] * D + n[:, None]
     tl.store(y, round_like(acc, y_ptr.dtype.element_ty, NATIVE), mask=n_ok & row_ok[None, :])
+
+
+# Four bytes of two codes to the even channels in two registers, the odd ones in two. A code's bits become those of an
+# E4M3 number (sign to bit 7, the rest to bits 4..2), 2^-6 of its value, and the hardware widens that to float16.
+FP4_TO_F16 = tl.constexpr("""{
+    .reg .b32 t, u;
+    .reg .b16 a, b;
+    shl.b32 t, $4, 2;
+    and.b32 t, t, 0x1C1C1C1C;
+    shl.b32 u, $4, 4;
+    lop3.b32 t, u, 0x80808080, t, 0xEA;
+    mov.b32 {a, b}, t;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+    shr.u32 t, $4, 2;
+    and.b32 t, t, 0x1C1C1C1C;
+    lop3.b32 t, $4, 0x80808080, t, 0xEA;
+    mov.b32 {a, b}, t;
+    cvt.rn.f16x2.e4m3x2 $2, a;
+    cvt.rn.f16x2.e4m3x2 $3, b;
+}""")
+
+
+@triton.jit
+def _vector_columns(x_ptr, k0, K: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr, NATIVE: tl.constexpr):
+    """(even columns, odd columns, scales) of x[k0 : k0 + BK]: what fp4_vector_dot multiplies with."""
+    codes, scale = vector_blocks(x_ptr, k0, K, BK, NATIVE)
+    if tl.float16 == OPERAND:
+        codes = codes * 64.0  # for the 2^-6 of FP4_TO_F16; at most 28,672
+    even, odd = tl.split(tl.reshape(codes, [BK // 32, 16, 2]))
+    return block_columns(even, OPERAND), block_columns(odd, OPERAND), scale
+
+
+@triton.jit
+def fp4_vector_dot(acc, byte_row, scale_row, n_ok, k0, even, odd, x_scale, K: tl.constexpr, BK: tl.constexpr):
+    """acc [BN, BK / 32] += the sums of w[:, k0 : k0 + BK] x over each block of 32 inputs."""
+    byte = (k0 // 2 + tl.arange(0, BK // 2))[None, :]
+    q = _load(byte_row + byte, n_ok, byte, K // 2, K % BK == 0)
+    s = _scales(scale_row, n_ok, k0, K, BK)
+    if even.dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            FP4_TO_F16, "=&r,=&r,=&r,=&r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low, high = e2m1_code_to_f32(q), e2m1_code_to_f32(q >> 4)
+    sums = tl.dot(low, even, input_precision="ieee")
+    sums = tl.dot(high, odd, sums, input_precision="ieee")
+    return acc + sums * x_scale[None, :] * ue8m0_to_f32(s)
+
+
+@triton.jit
+def _vector_up_kernel(
+    x_ptr,  # [T, D]
+    ids_ptr, p_ptr,  # [T * k]
+    w1_ptr, s1_ptr, w3_ptr, s3_ptr,  # [E, I, D / 2], [E, I, D / 32] uint8
+    v1_ptr, t1_ptr, v3_ptr, t3_ptr,  # shared: [I, D], [I / 32, D / 32]
+    h_ptr,  # [T * k, I] of routed pairs, then [T, I] of the shared expert, in x's dtype
+    n_pairs, rows, limit, x_stride,
+    TOP_K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OPERAND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    # one program per (pair or token of the shared expert, BN inner channels)
+    t = rows - 1 - tl.program_id(0) % rows  # the shared expert first: its weights are twice as many bytes
+    n = tl.program_id(0) // rows * BN + tl.arange(0, BN)
+    n_ok = (n < I)[:, None]
+    gate = tl.zeros([BN, BK // 32], tl.float32)
+    up = tl.zeros([BN, BK // 32], tl.float32)
+    if t < n_pairs:
+        expert = tl.load(ids_ptr + t)
+        if expert < 0:
+            return
+        p = tl.load(p_ptr + t)
+        x = x_ptr + (t // TOP_K).to(tl.int64) * x_stride
+        line = expert.to(tl.int64) * I + n[:, None]
+        w1, w3, s1, s3 = (
+            w1_ptr + line * (D // 2),
+            w3_ptr + line * (D // 2),
+            s1_ptr + line * (D // 32),
+            s3_ptr + line * (D // 32),
+        )
+        for k0 in range(0, D, BK):
+            even, odd, scale = _vector_columns(x, k0, D, BK, OPERAND, NATIVE)
+            gate = fp4_vector_dot(gate, w1, s1, n_ok, k0, even, odd, scale, D, BK)
+            up = fp4_vector_dot(up, w3, s3, n_ok, k0, even, odd, scale, D, BK)
+    else:
+        p = 1.0
+        x = x_ptr + (t - n_pairs).to(tl.int64) * x_stride
+        line = n[:, None].to(tl.int64)
+        v1, v3, t1, t3 = (
+            v1_ptr + line * D,
+            v3_ptr + line * D,
+            t1_ptr + line // 32 * (D // 32),
+            t3_ptr + line // 32 * (D // 32),
+        )
+        for k0 in range(0, D, BK):
+            codes, scale = vector_blocks(x, k0, D, BK, NATIVE)
+            columns = block_columns(codes, OPERAND)
+            gate = fp8_vector_dot(gate, v1, t1, n_ok, k0, columns, scale, D, BK, NATIVE)
+            up = fp8_vector_dot(up, v3, t3, n_ok, k0, columns, scale, D, BK, NATIVE)
+    a = _swiglu(tl.sum(gate, axis=1), tl.sum(up, axis=1), p, limit, h_ptr.dtype.element_ty, NATIVE)
+    tl.store(h_ptr + t.to(tl.int64) * I + n, a, mask=n < I)
+
+
+@triton.jit
+def _vector_down_kernel(
+    h_ptr,  # [T * k, I], then [T, I]
+    ids_ptr,
+    w2_ptr, s2_ptr,  # [E, D, I / 2], [E, D, I / 32] uint8
+    v2_ptr, t2_ptr,  # shared: [D, I], [D / 32, I / 32]
+    y_ptr,  # [T * k, D], then [T, D]
+    n_pairs, rows,
+    D: tl.constexpr, I: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    t = rows - 1 - tl.program_id(0) % rows
+    n = tl.program_id(0) // rows * BN + tl.arange(0, BN)
+    n_ok = (n < D)[:, None]
+    acc = tl.zeros([BN, BK // 32], tl.float32)
+    h = h_ptr + t.to(tl.int64) * I
+    if t < n_pairs:
+        expert = tl.load(ids_ptr + t)
+        if expert < 0:
+            return
+        line = expert.to(tl.int64) * D + n[:, None]
+        w2, s2 = w2_ptr + line * (I // 2), s2_ptr + line * (I // 32)
+        for k0 in range(0, I, BK):
+            even, odd, scale = _vector_columns(h, k0, I, BK, OPERAND, NATIVE)
+            acc = fp4_vector_dot(acc, w2, s2, n_ok, k0, even, odd, scale, I, BK)
+    else:
+        line = n[:, None].to(tl.int64)
+        v2, t2 = v2_ptr + line * I, t2_ptr + line // 32 * (I // 32)
+        for k0 in range(0, I, BK):
+            codes, scale = vector_blocks(h, k0, I, BK, NATIVE)
+            acc = fp8_vector_dot(acc, v2, t2, n_ok, k0, block_columns(codes, OPERAND), scale, I, BK, NATIVE)
+    y = round_like(tl.sum(acc, axis=1), y_ptr.dtype.element_ty, NATIVE)
+    tl.store(y_ptr + t.to(tl.int64) * D + n, y, mask=n < D)
 
 
 @triton.jit
@@ -380,10 +541,45 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
     out = torch.empty(T, D, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    new = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=x.device)  # noqa: E731
     native, n_pairs = has_e4m3(x), T * k
+    if T <= VECTOR_TOKENS and (native or not x.is_cuda):
+        y = _vector_pairs(x, ids, p, w1, w3, w2, shared, limit, E, I, native)
+    else:
+        y = _matrix_tiles(x, ids, p, w1, w3, w2, shared, limit, E, I, native)
+    block = min(1024, triton.next_power_of_2(D))
+    _combine_kernel[(T, triton.cdiv(D, block))](
+        y, ids, out, n_pairs, TOP_K=k, K_PAD=triton.next_power_of_2(k), D=D, BLOCK=block, SHARED=shared is not None,
+        NATIVE=native, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _vector_pairs(x, ids, p, w1, w3, w2, shared, limit, E, I, native):
+    """Rows y_e [T * k, D], then those of the shared expert [T, D]; a pair is a matrix-vector product."""
+    T, D = x.shape
+    n_pairs = ids.numel()
+    rows = n_pairs + (T if shared is not None else 0)
+    v1, v3, v2 = shared if shared is not None else (w1, w3, w2)  # not read without a shared expert
+    common = dict(D=D, I=I, OPERAND=tl.float16 if x.is_cuda else tl.float32, NATIVE=native)
+    h = torch.empty(rows, I, dtype=x.dtype, device=x.device)
+    _vector_up_kernel[(rows * triton.cdiv(I, VECTOR_UP["BN"]),)](
+        x, ids, p, *w1, *w3, *v1, *v3, h, n_pairs, rows, float(limit), x.stride(0),
+        TOP_K=ids.shape[1], **common, **VECTOR_UP,
+    )  # fmt: skip
+    y = torch.empty(rows, D, dtype=x.dtype, device=x.device)
+    _vector_down_kernel[(rows * triton.cdiv(D, VECTOR_DOWN["BN"]),)](
+        h, ids, *w2, *v2, y, n_pairs, rows, **common, **VECTOR_DOWN
+    )
+    return y
+
+
+def _matrix_tiles(x, ids, p, w1, w3, w2, shared, limit, E, I, native):
+    """Rows y_e [T * k, D], then those of the shared expert [T, D]; the pairs of one expert share a tile."""
+    T, D = x.shape
+    n_pairs, k = ids.numel(), ids.shape[1]
+    new = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=x.device)  # noqa: E731
     operand = torch.bfloat16 if x.is_cuda else torch.float32
-    (BM, BN, BK, warps, stages), sort = _tiles(T, n_pairs, E, x.device)
+    (BM, up, down), sort = _tiles(T, n_pairs, E, x.device)
     routed_tiles = n_pairs // BM + E if sort else n_pairs
     all_tiles = routed_tiles + (triton.cdiv(T, BM) if shared is not None else 0)
 
@@ -398,25 +594,17 @@ def moe(x, ids, p, w1, w3, w2, shared=None, limit=10.0):
 
     v1, v3, v2 = shared if shared is not None else (w1, w3, w2)  # not read without a shared expert
     w1, w3, w2 = [(codes.view(torch.int16), scales) for codes, scales in (w1, w3, w2)]
-    common = dict(
-        D=D, I=I, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort, NATIVE=native,
-        PRECISION="tf32" if x.is_cuda else "ieee", num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    common = dict(D=D, I=I, BM=BM, SORTED=sort, NATIVE=native, PRECISION="tf32" if x.is_cuda else "ieee")
     h = new(n_pairs + T, I, dtype=operand)
-    _up_kernel[(all_tiles * triton.cdiv(I, BN),)](
+    _up_kernel[(all_tiles * triton.cdiv(I, up["BN"]),)](
         split, plain, ids, p, pairs, tiles, *w1, *w3, *v1, *v3, h, T, n_pairs, routed_tiles, all_tiles, float(limit),
-        TOP_K=k, DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32, **common,
+        TOP_K=k, DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32, **common, **up,
     )  # fmt: skip
     y = new(n_pairs + T, D, dtype=x.dtype)
-    _down_kernel[(all_tiles * triton.cdiv(D, BN),)](
-        h, ids, pairs, tiles, *w2, *v2, y, T, n_pairs, routed_tiles, all_tiles, **common
+    _down_kernel[(all_tiles * triton.cdiv(D, down["BN"]),)](
+        h, ids, pairs, tiles, *w2, *v2, y, T, n_pairs, routed_tiles, all_tiles, **common, **down
     )
-    block = min(1024, triton.next_power_of_2(D))
-    _combine_kernel[(T, triton.cdiv(D, block))](
-        y, ids, out, n_pairs, TOP_K=k, K_PAD=triton.next_power_of_2(k), D=D, BLOCK=block, SHARED=shared is not None,
-        NATIVE=native, num_warps=4,
-    )  # fmt: skip
-    return out
+    return y
 
 
 def aot_cases():
@@ -435,14 +623,23 @@ def aot_cases():
         (1, 90, hopper.format("n16")), (64, 90, hopper.format("n16")), (4096, 90, hopper.format("n64")),
         (1, 100, "tcgen05.mma"), (4096, 100, "tcgen05.mma"),
     ):  # fmt: skip
-        (BM, BN, BK, warps, stages), sort = _tiles(tokens, 6 * tokens, 384, torch.device("cuda"), hopper=arch == 90)
-        constants = dict(D=5120, I=2304, BM=BM, BN=BN, BK=BK, BK8=BK // 2, SORTED=sort)
-        constants |= dict(NATIVE=arch > 80, PRECISION="tf32")
-        options = dict(num_warps=warps, num_stages=stages)
+        (BM, up, down), sort = _tiles(tokens, 6 * tokens, 384, torch.device("cuda"), hopper=arch == 90)
+        constants = dict(D=5120, I=2304, BM=BM, SORTED=sort, NATIVE=arch > 80, PRECISION="tf32")
+        up_constants, up_options = constants | dict(TOP_K=6, DTYPE=tl.bfloat16), {}
+        down_constants, down_options = dict(constants), {}
+        for tile, values, options in ((up, up_constants, up_options), (down, down_constants, down_options)):
+            for name, value in tile.items():
+                (options if name.startswith("num_") else values)[name] = value
         expected = {arch: [unit, "fma.rn.bf16x2"]}
-        up = constants | dict(TOP_K=6, DTYPE=tl.bfloat16)
-        cases.append((f"up {tokens} sm_{arch}", _up_kernel, signature, up, options, expected))
-        cases.append((f"down {tokens} sm_{arch}", _down_kernel, signature, constants, options, expected))
+        cases.append((f"up {tokens} sm_{arch}", _up_kernel, signature, up_constants, up_options, expected))
+        cases.append((f"down {tokens} sm_{arch}", _down_kernel, signature, down_constants, down_options, expected))
+    vector = dict(D=5120, I=2304, OPERAND=tl.float16, NATIVE=True)
+    signature |= {"rows": "i32"}
+    for name, fn, tile in (("up", _vector_up_kernel, VECTOR_UP), ("down", _vector_down_kernel, VECTOR_DOWN)):
+        constants = vector | dict(BN=tile["BN"], BK=tile["BK"]) | (dict(TOP_K=6) if name == "up" else {})
+        types = signature | dict.fromkeys(("w1_ptr", "w3_ptr", "w2_ptr"), "*u8")
+        options = dict(num_warps=tile["num_warps"], num_stages=tile["num_stages"])
+        cases.append((f"vector {name}", fn, types, constants, options, {90: ["cvt.rn.f16x2.e4m3x2"], 100: []}))
     prepare = dict(D=5120, BM=64, PAIRS=PAIRS, BLOCKS=ACT_BLOCKS, NATIVE=True)
     cases.append(("prepare", _prepare_kernel, signature, prepare, dict(num_warps=4), {90: [], 100: []}))
     combine = dict(TOP_K=6, K_PAD=8, D=5120, BLOCK=1024, SHARED=True, NATIVE=True)
@@ -451,18 +648,24 @@ def aot_cases():
 
 
 def _tiles(tokens, n_pairs, experts, device, hopper=None):
-    """(BM, BN, BK, num_warps, num_stages) and whether pairs are sorted by expert."""
+    """(BM, tile of up, tile of down) and whether pairs are sorted by expert."""
     sort = tokens > 16
     if device.type != "cuda":
-        return (16, 64, 128, 4, 2), sort
+        return (16, _tile(64, 128, 4, 2), _tile(64, 128, 4, 2)), sort
     if not sort:
-        return (16, 64, 256, 4, 4), sort
+        return (16, _tile(64, 256, 4, 4), _tile(64, 256, 4, 3)), sort
     if n_pairs <= 24 * experts:
-        return (16 if n_pairs <= 6 * experts else 32, 64, 256, 4, 3), sort
+        # 128 inputs a step keep the registers below 100: five programs hide each other's latency on a multiprocessor
+        return (16 if n_pairs <= 6 * experts else 32, _tile(64, 128, 4, 4), _tile(64, 128, 4, 4)), sort
     if hopper is None:
         hopper = torch.cuda.get_device_capability(device)[0] == 9
     # 128 weight rows halve the reads of activations; on Blackwell the two sums would not fit in tensor memory with that
-    return (64, 128, 128, 8, 3) if hopper else (64, 64, 256, 4, 3), sort
+    tile = _tile(128, 128, 8, 3) if hopper else _tile(64, 256, 4, 3)
+    return (64, tile, tile), sort
+
+
+def _tile(BN, BK, num_warps, num_stages):
+    return dict(BN=BN, BK=BK, BK8=BK // 2, num_warps=num_warps, num_stages=num_stages)
 
 
 def _check(x, ids, p, w1, w3, w2, shared):

@@ -74,48 +74,53 @@ def _settled(x):
 
 @triton.jit
 def _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr):  # fmt: skip
+              DTYPE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """The FP4 records at rows, times 2^-8: [ROWS, WIDTH]; absent ones (row < 0) are zeros."""
     ROWS: tl.constexpr = row.shape[0]
     group = tl.arange(0, WIDTH // 16)
     present = (row >= 0)[:, None]
     inside = present if D == WIDTH else present & (group < D // 16)[None, :]
     scale = tl.load(scales_ptr + (row.to(tl.int64) * scales_stride)[:, None] + group[None, :], mask=inside, other=0)
-    # A thread takes 8 channels: 4 bytes to load, 16 bytes of bfloat16 to keep, which leaves no bank conflict.
-    byte = (tl.arange(0, 2) * 4)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
-    at = (row.to(tl.int64) * codes_stride)[:, None, None, None] + (group * 8)[None, :, None, None] + byte
-    code = tl.load(codes_ptr + at, mask=inside[:, :, None, None], other=0)  # [ROWS, WIDTH / 16, 2, 4]
+    # A thread takes 8 channels: 4 bytes to load (ALIGN says so), 16 bytes of bfloat16 to keep, which leaves no bank
+    # conflict. The tile is loaded as a matrix: in three dimensions Triton 3.6 gives each thread a record of its own.
+    start = tl.multiple_of(row.to(tl.int64) * codes_stride, [ALIGN])
+    byte = tl.arange(0, WIDTH // 2)
+    inside = present if D == WIDTH else present & (byte < D // 2)[None, :]
+    code = tl.load(codes_ptr + start[:, None] + byte[None, :], mask=inside, other=0)
+    code = tl.reshape(code, [ROWS, WIDTH // 16, 8])
     if DTYPE.is_bf16():
         # An E4M3 code moved to the exponent of a float32 reads as its value times 2^-120, subnormals included.
         mag = scale.to(tl.int32) & 0x7F
         bits = (mag << 20).to(tl.float32, bitcast=True) * 6.646139978924579e35 * 6.646139978924579e35  # 2^119 each
         bits = tl.where(mag == 0x7F, float("nan"), bits).to(tl.int32, bitcast=True)
-        twice = ((bits & -65536) | (bits >> 16))[:, :, None, None]  # exact in bfloat16, as a pair
+        twice = ((bits & -65536) | (bits >> 16))[:, :, None]  # exact in bfloat16, as a pair
         pair = tl.inline_asm_elementwise(
             UNPACK_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, twice], tl.int32, is_pure=True, pack=4
         )
         even = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
         odd = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        scale = (e4m3_bits_to_f32(scale & 0x7F) * SHIFT)[:, :, None, None]
+        scale = (e4m3_bits_to_f32(scale & 0x7F) * SHIFT)[:, :, None]
         even, odd = e2m1_code_to_f32(code) * scale, e2m1_code_to_f32(code >> 4) * scale
     return _settled(tl.reshape(tl.join(even, odd), [ROWS, WIDTH]))
 
 
 @triton.jit
 def _load_fp8(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+              DTYPE: tl.constexpr, NATIVE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """The same of FP8 records."""
     ROWS: tl.constexpr = row.shape[0]
     group = tl.arange(0, WIDTH // 32)
     present = (row >= 0)[:, None]
     inside = present if D == WIDTH else present & (group < D // 32)[None, :]
     scale = tl.load(scales_ptr + (row.to(tl.int64) * scales_stride)[:, None] + group[None, :], mask=inside, other=0)
-    byte = (tl.arange(0, 4) * 8)[None, None, :, None] + tl.arange(0, 8)[None, None, None, :]
-    at = (row.to(tl.int64) * codes_stride)[:, None, None, None] + (group * 32)[None, :, None, None] + byte
-    code = tl.load(codes_ptr + at, mask=inside[:, :, None, None], other=0)  # [ROWS, WIDTH / 32, 4, 8]
+    start = tl.multiple_of(row.to(tl.int64) * codes_stride, [ALIGN])
+    byte = tl.arange(0, WIDTH)
+    inside = present if D == WIDTH else present & (byte < D)[None, :]
+    code = tl.load(codes_ptr + start[:, None] + byte[None, :], mask=inside, other=0)
+    code = tl.reshape(code, [ROWS, WIDTH // 32, 32])
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else e4m3_bits_to_f32(code)
-    value = (value * (ue8m0_to_f32(scale) * SHIFT)[:, :, None, None]).to(DTYPE)
+    value = (value * (ue8m0_to_f32(scale) * SHIFT)[:, :, None]).to(DTYPE)
     return _settled(tl.reshape(value, [ROWS, WIDTH]))
 
 
@@ -151,7 +156,7 @@ def _attend(k, present, q, acc, m, l, to_log2, once, TERMS: tl.constexpr):
     return acc, m_new, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["w_codes_stride", "codes_stride"])
 def _sparse_attention_kernel(
     q_ptr,  # [Q, H, D]
     w_codes_ptr,  # [*, D] uint8
@@ -184,6 +189,8 @@ def _sparse_attention_kernel(
     DTYPE: tl.constexpr,
     TERMS: tl.constexpr,
     NATIVE: tl.constexpr,
+    W_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     # one program per (HEADS heads, split, query)
     query = tl.program_id(2).to(tl.int64)
@@ -206,12 +213,12 @@ def _sparse_attention_kernel(
     for tile in range(first, tl.minimum(last, window_tiles)):
         j = tile * ROWS + tl.arange(0, ROWS)
         row = tl.load(slots_ptr + query * slots_stride + j, mask=j < W, other=-1)
-        k = _load_fp8(w_codes_ptr, w_scales_ptr, row, w_codes_stride, w_scales_stride, D, WIDTH, DTYPE, NATIVE)
+        k = _load_fp8(w_codes_ptr, w_scales_ptr, row, w_codes_stride, w_scales_stride, D, WIDTH, DTYPE, NATIVE, W_ALIGN)
         acc, m, l = _attend(k, row >= 0, q, acc, m, l, to_log2, once, TERMS)
     for tile in range(tl.maximum(first, window_tiles), last):
         j = (tile - window_tiles) * ROWS + tl.arange(0, ROWS)
         row = tl.load(indices_ptr + query * indices_stride + j, mask=j < K, other=-1)
-        k = _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D, WIDTH, DTYPE)
+        k = _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D, WIDTH, DTYPE, ALIGN)
         acc, m, l = _attend(k, row >= 0, q, acc, m, l, to_log2, once, TERMS)
 
     if SPLIT:
@@ -290,6 +297,7 @@ def sparse_attention(q, window_codes, window_scales, slots, codes, scales, indic
         DTYPE=tl.float32 if interpreted else tl.bfloat16,
         TERMS=3 if q.dtype == torch.float32 and not interpreted else 1,
         NATIVE=not interpreted and torch.cuda.get_device_capability(q.device) >= (8, 9),
+        W_ALIGN=math.gcd(window_codes.stride(0), 8), ALIGN=math.gcd(codes.stride(0), 4),
         num_warps=8, num_stages=1,
     )  # fmt: skip
     if splits > 1:
@@ -360,10 +368,10 @@ def aot_cases():
         "q_ptr": "*bf16", "w_codes_ptr": "*u8", "w_scales_ptr": "*u8", "slots_ptr": "*i32", "codes_ptr": "*u8",
         "scales_ptr": "*u8", "indices_ptr": "*i32", "sink_ptr": "*fp32", "out_ptr": "*bf16", "stats_ptr": "*fp32",
         "H": "i32:16", "W": "i32:16", "K": "i32:16", "tiles_per_split": "i32", "to_log2": "fp32", "q_stride": "i32:16",
-        "q_head_stride": "i32:16", "w_codes_stride": "i32:16", "w_scales_stride": "i32:16", "slots_stride": "i32:16",
-        "codes_stride": "i32:16", "scales_stride": "i32:16", "indices_stride": "i32:16",
+        "q_head_stride": "i32:16", "w_codes_stride": "i32", "w_scales_stride": "i32:16", "slots_stride": "i32:16",
+        "codes_stride": "i32", "scales_stride": "i32:16", "indices_stride": "i32:16",
     }  # fmt: skip
-    shared = {"D": 512, "WIDTH": 512, "DTYPE": tl.bfloat16, "TERMS": 1}
+    shared = {"D": 512, "WIDTH": 512, "DTYPE": tl.bfloat16, "TERMS": 1, "W_ALIGN": 8, "ALIGN": 4}
     wide = shared | {"HEADS": 64, "ROWS": 64, "SPLIT": False}
     small = shared | {"HEADS": 16, "ROWS": 64, "SPLIT": True}
     kernel = _sparse_attention_kernel
