@@ -30,8 +30,6 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_D = 64  # channels a step
-
 
 @triton.jit
 def _to_bf16(x):
@@ -242,11 +240,12 @@ def _run(h, y=None, post=None, comb=None, pre=None, fn=None):
     """(h', c, sums) of one pass; what is not asked for is None."""
     tokens, n, width = h.shape
     c = (2 + n) * n
-    # A program of 64 tokens fills an SM; splits over channels share out what the tokens alone do not. From 7 streams on
-    # there is no shared memory left to fetch a step ahead.
-    block_t = 64 if h.dtype == torch.bfloat16 and tokens > 16 else 16
-    blocks, steps = -(-tokens // block_t), -(-width // BLOCK_D)
-    splits = min(steps, max(1, _processors(h.device) // max(blocks, 1)))
+    # Splits over channels share out what the tokens alone do not; with many tokens, four programs to a multiprocessor:
+    # two run, and the next start as they end. From 7 streams on no shared memory is left to fetch a step ahead.
+    many = h.dtype == torch.bfloat16 and tokens > 16
+    block_t, block_d, stages = (64, 32, 3) if many else (16, 64, 2)
+    blocks, steps = -(-tokens // block_t), -(-width // block_d)
+    splits = min(steps, max(1, (4 if blocks > 16 else 1) * _processors(h.device) // max(blocks, 1)))
     per_split = -(-steps // splits)
     splits = -(-steps // per_split)
     new = torch.empty(tokens, n, width, dtype=h.dtype, device=h.device) if y is not None else None
@@ -258,8 +257,8 @@ def _run(h, y=None, post=None, comb=None, pre=None, fn=None):
             h.stride(0), h.stride(1), y.stride(0) if y is not None else 0, per_split,
             N=n, N_PAD=triton.next_power_of_2(n), C=c, C_PAD=max(16, triton.next_power_of_2(c)),
             EXPAND=y is not None, COLLAPSE=pre is not None,
-            PROJECT=fn is not None, BF16=h.dtype == torch.bfloat16, BLOCK_T=block_t, BLOCK_D=BLOCK_D,
-            num_warps=8 if block_t == 64 else 4, num_stages=2 if n <= 6 else 1,
+            PROJECT=fn is not None, BF16=h.dtype == torch.bfloat16, BLOCK_T=block_t, BLOCK_D=block_d,
+            num_warps=4, num_stages=stages if n <= 6 else 1,
         )  # fmt: skip
     return new, collapsed, sums
 
@@ -269,9 +268,9 @@ def _coefficients(sums, h, base, scale, iterations, eps, norm_eps):
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=h.device)  # noqa: E731
     pre, post, comb = new(tokens, n), new(tokens, n), new(tokens, n, n)
     if tokens:
-        _coefficients_kernel[(-(-tokens // 32),)](
+        _coefficients_kernel[(-(-tokens // 4),)](
             sums, base, scale, pre, post, comb, tokens, sums.shape[1], n * width, eps, norm_eps, iterations,
-            N=n, N_PAD=triton.next_power_of_2(n), BLOCK_T=32, num_warps=1,
+            N=n, N_PAD=triton.next_power_of_2(n), BLOCK_T=4, num_warps=1,
         )  # fmt: skip
     return pre, post, comb
 
@@ -324,7 +323,7 @@ def aot_cases():
     halves = floats | dict.fromkeys(streams, "*bf16")
     fused = {
         "N": 4, "N_PAD": 4, "C": 24, "C_PAD": 32, "EXPAND": True, "COLLAPSE": True, "PROJECT": True, "BF16": True,
-        "BLOCK_T": 64, "BLOCK_D": 64,
+        "BLOCK_T": 64, "BLOCK_D": 32,
     }  # fmt: skip
     small = dict.fromkeys(("sums_ptr", "base_ptr", "scale_ptr", "pre_ptr", "post_ptr", "comb_ptr"), "*fp32")
     small |= {"T": "i32", "splits": "i32", "values": "i32", "eps": "fp32", "norm_eps": "fp32", "iterations": "i32"}

@@ -11,6 +11,8 @@ Shapes: x [M, K], codes [N, K] uint8, scales [N / 32, K / 32] uint8, y [M, N] in
 Reads N*K*(1 + 1/1024) bytes of weights once per tile of BM rows, 2*M*K*N FLOPs. Up to 16 rows the bound is memory
 bandwidth, from some hundred rows on the bfloat16 matrix unit. The weight tile is the left operand (its rows fill the
 64 of the matrix instruction however few the activations are) and each value of it is decoded once per BM activations.
+A single row takes a kernel of its own: its program quantises the activation as it goes, and makes of each 32 inputs one
+column of a matrix, so that one product sums every block apart and scales are applied to sums, not to weights.
 Few tiles leave most of the chip idle: then the sum over K is split, and a second kernel adds the parts in order.
 Reference: kernels/reference/linear.py. Test: tests/kernels/test_linear.py. Bench: `linear`.
 """
@@ -24,7 +26,7 @@ from kernels.numerics import e4m3_bits_to_f32, f32_to_bf16, f32_to_e4m3_bits, ue
 
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 ACT_BLOCKS = 64  # activation blocks of one quantising program
-VECTOR_BN, VECTOR_BK, VECTOR_STAGES = 64, 256, 4  # tiles of a single row
+VECTOR = dict(BN=128, BK=256, num_warps=4, num_stages=3)  # tiles of a single row
 
 
 @triton.jit
@@ -173,26 +175,29 @@ def _vector_kernel(
     x_ptr,  # [K]
     codes_ptr,  # [N, K] uint8
     scales_ptr,  # [N / 32, K / 32] uint8
-    out_ptr,  # [N]
+    out_ptr,  # [splits, N]
     N,
     codes_stride,
     scales_stride,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     OPERAND: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    # one program per BN outputs
+    # one program per (BN outputs, SPLIT inputs)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     n_ok = (n < N)[:, None]
+    first = tl.program_id(1) * SPLIT if SPLIT < K else 0
     code_row = codes_ptr + n[:, None].to(tl.int64) * codes_stride
     scale_row = scales_ptr + (n[:, None] // 32) * scales_stride
     acc = tl.zeros([BN, BK // 32], tl.float32)
-    for k0 in range(0, K, BK):
+    for k0 in range(first, tl.minimum(first + SPLIT, K) if SPLIT < K else K, BK):
         codes, x_scale = vector_blocks(x_ptr, k0, K, BK, NATIVE)
         columns = block_columns(codes, OPERAND)
         acc = fp8_vector_dot(acc, code_row, scale_row, n_ok, k0, columns, x_scale, K, BK, NATIVE)
+    out_ptr += tl.program_id(1).to(tl.int64) * N
     tl.store(out_ptr + n, round_like(tl.sum(acc, axis=1), out_ptr.dtype.element_ty, NATIVE), mask=n < N)
 
 
@@ -215,25 +220,28 @@ def linear(x, codes, scales, act_quant=True):
     if out.numel() == 0 or K == 0:
         return out.zero_()
     native = has_e4m3(x)
-    if act_quant and M == 1 and (native or not x.is_cuda):
-        _vector_kernel[(triton.cdiv(N, VECTOR_BN),)](
-            x, codes, scales, out, N, codes.stride(0), scales.stride(0), K=K, BN=VECTOR_BN, BK=VECTOR_BK,
-            OPERAND=tl.float16 if x.is_cuda else tl.float32, NATIVE=native, num_warps=4, num_stages=VECTOR_STAGES,
-        )  # fmt: skip
-        return out
-    if act_quant:
-        x = quantise_activation(x)
-    BM, BN, BK, warps, stages = _tiles(M, x.dtype, x.is_cuda)
+    vector = act_quant and M == 1 and (native or not x.is_cuda)
+    if vector:
+        BM, BN, BK = 1, VECTOR["BN"], VECTOR["BK"]
+    else:
+        x = quantise_activation(x) if act_quant else x
+        BM, BN, BK, warps, stages = _tiles(M, x.dtype, x.is_cuda)
     tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
-    splits = max(1, min(PROGRAMS // tiles, triton.cdiv(K, 4 * BK), 8))
-    span = triton.cdiv(triton.cdiv(K, splits), BK) * BK
+    most = triton.cdiv(K, BK) if vector else min(triton.cdiv(K, 4 * BK), 8)
+    span = triton.cdiv(triton.cdiv(K, max(1, min(PROGRAMS // tiles, most))), BK) * BK
     splits = triton.cdiv(K, span)
     parts = out if splits == 1 else torch.empty(splits, M, N, dtype=torch.float32, device=x.device)
-    _linear_kernel[(tiles, splits)](
-        x, codes, scales, parts, M, N, x.stride(0), codes.stride(0), scales.stride(0), K=K, SPLIT=span,
-        BM=BM, BN=BN, BK=BK, NATIVE=native, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    if vector:
+        _vector_kernel[(tiles, splits)](
+            x, codes, scales, parts, N, codes.stride(0), scales.stride(0), K=K, SPLIT=span,
+            OPERAND=tl.float16 if x.is_cuda else tl.float32, NATIVE=native, **VECTOR,
+        )  # fmt: skip
+    else:
+        _linear_kernel[(tiles, splits)](
+            x, codes, scales, parts, M, N, x.stride(0), codes.stride(0), scales.stride(0), K=K, SPLIT=span,
+            BM=BM, BN=BN, BK=BK, NATIVE=native, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     if splits > 1:
         _sum_parts_kernel[(triton.cdiv(M * N, 1024),)](parts, out, M * N, PARTS=splits, BLOCK=1024, NATIVE=native)
     return out
@@ -256,9 +264,9 @@ def _tiles(rows, dtype, on_gpu):
     if not on_gpu or dtype == torch.float32:
         return 16 if rows <= 16 else 32, 64, 64, 4, 2
     if rows <= 16:
-        return 16, 64, 128, 4, 4
+        return 16, 32, 128, 2, 3
     if rows <= 64:
-        return 64, 64, 128, 4, 4
+        return 64, 64, 64, 4, 3
     if rows <= 256:
         return 128, 64, 64, 4, 4
     return 256, 128, 64, 8, 4
@@ -269,12 +277,12 @@ def aot_cases():
     signature |= {"M": "i32", "N": "i32:16", "x_stride": "i32:16", "codes_stride": "i32:16", "scales_stride": "i32"}
     signature |= {"n_blocks": "i32", "count": "i32"}
     cases = []
-    for rows, matrix in ((1, "m64n16k16"), (64, "m64n64k16"), (200, "m64n128k16"), (4096, "m64n256k16")):
+    for rows, matrix in ((16, ""), (64, "m64n64k16"), (200, "m64n128k16"), (4096, "m64n256k16")):
         BM, BN, BK, warps, stages = _tiles(rows, torch.bfloat16, True)
         constants = dict(K=1280, SPLIT=1280, BM=BM, BN=BN, BK=BK, NATIVE=True, PRECISION="tf32")
         expected = {
-            90: [f"wgmma.mma_async.sync.aligned.{matrix}.f32.bf16.bf16"],
-            100: ["tcgen05.mma"] if rows > 1 else [],
+            90: [f"wgmma.mma_async.sync.aligned.{matrix}.f32.bf16.bf16" if matrix else "mma.sync"],
+            100: ["tcgen05.mma" if matrix else "mma.sync"],
         }
         options = dict(num_warps=warps, num_stages=stages)
         cases.append((f"linear {rows}", _linear_kernel, signature, constants, options, expected))
@@ -291,8 +299,8 @@ def aot_cases():
     cases.append(
         ("quantise", _quantise_kernel, signature, dict(PER_ROW=160, BLOCKS=ACT_BLOCKS, NATIVE=True), {}, {90: []})
     )
-    vector = dict(K=1280, BN=VECTOR_BN, BK=VECTOR_BK, OPERAND=tl.float16, NATIVE=True)
-    options = dict(num_warps=4, num_stages=VECTOR_STAGES)
+    vector = dict(K=1280, SPLIT=1280, BN=VECTOR["BN"], BK=VECTOR["BK"], OPERAND=tl.float16, NATIVE=True)
+    options = dict(num_warps=VECTOR["num_warps"], num_stages=VECTOR["num_stages"])
     widened = ["cvt.rn.f16x2.e4m3x2"]
     cases.append(("linear vector", _vector_kernel, signature, vector, options, {90: widened, 100: []}))
     cases.append(("sum parts", _sum_parts_kernel, signature, dict(PARTS=4, BLOCK=1024, NATIVE=True), {}, None))

@@ -13,10 +13,11 @@ format), the shared expert's are E4M3 with one per 32 x 32 tile. gate, up, a and
     3. down      the same tiles times w2, one output row a pair
     4. combine   sum the rows of a token
 
-Up to 16 tokens each pair is a tile of its own, and there is nothing to sort. The weights are the left operand, so the
-matrix unit is filled by their rows. At full bandwidth there are some four instructions for each FP4 weight. So four
-codes are read as one word, two words are decoded at once in a register, and the channels 0, 1, 2 and 3 modulo 4, which
-fall apart this way, are multiplied apart: the activations are stored in that order.
+Up to 16 tokens each pair is a tile of its own, and there is nothing to sort. A single token takes kernels of its own,
+in which every pair is a matrix-vector product as in kernels/linear.py and steps 1 and 2 are one. The weights are the
+left operand, so the matrix unit is filled by their rows. At full bandwidth there are some four instructions for each
+FP4 weight. So four codes are read as one word, two words are decoded at once in a register, and the channels 0, 1, 2
+and 3 modulo 4, which fall apart this way, are multiplied apart: the activations are stored in that order.
 
 Shapes: x [T, D], ids and p [T, k], w1 and w3 [E, I, D], w2 [E, D, I]; D and I multiples of 32.
 Reads the used experts' 3*D*I*(1/2 + 1/32) bytes once, 6*T*(k + 1)*D*I FLOPs. Bound by memory bandwidth until every
@@ -44,8 +45,8 @@ from kernels.numerics import e2m1_code_to_f32, ue8m0_to_f32
 PAIRS = 1024  # pairs a sorting program looks at in one step
 ACT_BLOCKS = 64
 VECTOR_TOKENS = 1  # up to here every pair is a matrix-vector product of its own
-VECTOR_UP = dict(BN=64, BK=256, num_warps=4, num_stages=4)
-VECTOR_DOWN = dict(BN=64, BK=256, num_warps=4, num_stages=4)
+VECTOR_UP = dict(BN=64, BK=256, num_warps=4, num_stages=2)
+VECTOR_DOWN = dict(BN=128, BK=256, num_warps=4, num_stages=3)
 
 # Two words of four codes to four pairs of bf16 values: pair j holds code j of both words. A code's bits placed at the
 # bottom of a bf16 exponent (sign to bit 15, the rest to bits 8..6) are its value times 2^-126, the subnormal 0.5
@@ -623,13 +624,13 @@ def aot_cases():
         (1, 90, hopper.format("n16")), (64, 90, hopper.format("n16")), (4096, 90, hopper.format("n64")),
         (1, 100, "tcgen05.mma"), (4096, 100, "tcgen05.mma"),
     ):  # fmt: skip
-        (BM, up, down), sort = _tiles(tokens, 6 * tokens, 384, torch.device("cuda"), hopper=arch == 90)
+        (BM, up, down), sort = _tiles(tokens, 6 * tokens, 384, torch.device("cuda"))
         constants = dict(D=5120, I=2304, BM=BM, SORTED=sort, NATIVE=arch > 80, PRECISION="tf32")
         up_constants, up_options = constants | dict(TOP_K=6, DTYPE=tl.bfloat16), {}
         down_constants, down_options = dict(constants), {}
         for tile, values, options in ((up, up_constants, up_options), (down, down_constants, down_options)):
             for name, value in tile.items():
-                (options if name.startswith("num_") else values)[name] = value
+                (values if name.startswith("B") else options)[name] = value
         expected = {arch: [unit, "fma.rn.bf16x2"]}
         cases.append((f"up {tokens} sm_{arch}", _up_kernel, signature, up_constants, up_options, expected))
         cases.append((f"down {tokens} sm_{arch}", _down_kernel, signature, down_constants, down_options, expected))
@@ -647,7 +648,7 @@ def aot_cases():
     return cases
 
 
-def _tiles(tokens, n_pairs, experts, device, hopper=None):
+def _tiles(tokens, n_pairs, experts, device):
     """(BM, tile of up, tile of down) and whether pairs are sorted by expert."""
     sort = tokens > 16
     if device.type != "cuda":
@@ -656,11 +657,9 @@ def _tiles(tokens, n_pairs, experts, device, hopper=None):
         return (16, _tile(64, 256, 4, 4), _tile(64, 256, 4, 3)), sort
     if n_pairs <= 24 * experts:
         # 128 inputs a step keep the registers below 100: five programs hide each other's latency on a multiprocessor
-        return (16 if n_pairs <= 6 * experts else 32, _tile(64, 128, 4, 4), _tile(64, 128, 4, 4)), sort
-    if hopper is None:
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-    # 128 weight rows halve the reads of activations; on Blackwell the two sums would not fit in tensor memory with that
-    tile = _tile(128, 128, 8, 3) if hopper else _tile(64, 256, 4, 3)
+        return (16 if n_pairs <= 6 * experts else 32, _tile(64, 128, 4, 3), _tile(64, 128, 4, 3)), sort
+    # 168 registers: three programs on a multiprocessor
+    tile = _tile(64, 128, 4, 3) | {"maxnreg": 168}
     return (64, tile, tile), sort
 
 

@@ -34,10 +34,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Decoded records are held times 2^-8, which leaves room for the one product in UNPACK_PTX; scores and output undo it.
 SHIFT = tl.constexpr(2.0**-8)
 
-# Four packed bytes, and for each a pair of bfloat16 scales * 2^118 -> the two channels of each byte times 2^-8, the
-# even one in the low half. A code s|ee|m at the bits 15 and 8..6 of a bfloat16 reads as its value times 2^-126,
-# subnormals included.
-UNPACK_PTX = tl.constexpr("""{
+# Four packed FP4 bytes and a pair of bfloat16 scales * 2^118 -> the eight channels times 2^-8, in pairs, the even one
+# in the low half. A code s|ee|m at the bits 15 and 8..6 of a bfloat16 reads as its value times 2^-126, subnormals too.
+FP4_PTX = tl.constexpr("""{
     .reg .b32 even, x, y, nil;
     mov.b32 nil, 0x80008000;
     shl.b32 even, $4, 4;
@@ -50,17 +49,39 @@ UNPACK_PTX = tl.constexpr("""{
     shr.u32 y, x, 6;
     and.b32 y, y, 0x01C001C0;
     lop3.b32 y, x, nil, y, 0xEA;
-    fma.rn.bf16x2 $1, y, $6, nil;
+    fma.rn.bf16x2 $1, y, $5, nil;
     prmt.b32 x, even, $4, 0x6020;
     shr.u32 y, x, 6;
     and.b32 y, y, 0x01C001C0;
     lop3.b32 y, x, nil, y, 0xEA;
-    fma.rn.bf16x2 $2, y, $7, nil;
+    fma.rn.bf16x2 $2, y, $5, nil;
     prmt.b32 x, even, $4, 0x7030;
     shr.u32 y, x, 6;
     and.b32 y, y, 0x01C001C0;
     lop3.b32 y, x, nil, y, 0xEA;
-    fma.rn.bf16x2 $3, y, $8, nil;
+    fma.rn.bf16x2 $3, y, $5, nil;
+}""")
+
+# Four E4M3 bytes and a float32 scale -> the four channels times the scale, in pairs of bfloat16.
+FP8_PTX = tl.constexpr("""{
+    .reg .b16 low, high, a, b;
+    .reg .b32 pair;
+    .reg .f32 x, y;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 x, a;
+    cvt.f32.f16 y, b;
+    mul.f32 x, x, $3;
+    mul.f32 y, y, $3;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, high;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 x, a;
+    cvt.f32.f16 y, b;
+    mul.f32 x, x, $3;
+    mul.f32 y, y, $3;
+    cvt.rn.bf16x2.f32 $1, y, x;
 }""")
 
 
@@ -73,55 +94,97 @@ def _settled(x):
 
 
 @triton.jit
-def _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """The FP4 records at rows, times 2^-8: [ROWS, WIDTH]; absent ones (row < 0) are zeros."""
-    ROWS: tl.constexpr = row.shape[0]
-    group = tl.arange(0, WIDTH // 16)
+def _rows(table_ptr, tile, count, ROWS: tl.constexpr):
+    """The records of a tile of a query, -1 where there is none."""
+    j = tile * ROWS + tl.arange(0, ROWS)
+    return tl.load(table_ptr + j, mask=j < count, other=-1)
+
+
+@triton.jit
+def _load(codes_ptr, scales_ptr, row, codes_stride, scales_stride, BYTES: tl.constexpr, PADDED: tl.constexpr,
+          GROUP: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """Records as they lie: codes, four bytes to an int32 [ROWS, PADDED / 4], and scales, one for GROUP bytes.
+
+    Absent rows (< 0) and what lies past BYTES are zeros. Every record stands at a multiple of ALIGN bytes.
+    """
     present = (row >= 0)[:, None]
-    inside = present if D == WIDTH else present & (group < D // 16)[None, :]
-    scale = tl.load(scales_ptr + (row.to(tl.int64) * scales_stride)[:, None] + group[None, :], mask=inside, other=0)
-    # A thread takes 8 channels: 4 bytes to load (ALIGN says so), 16 bytes of bfloat16 to keep, which leaves no bank
-    # conflict. The tile is loaded as a matrix: in three dimensions Triton 3.6 gives each thread a record of its own.
-    start = tl.multiple_of(row.to(tl.int64) * codes_stride, [ALIGN])
-    byte = tl.arange(0, WIDTH // 2)
-    inside = present if D == WIDTH else present & (byte < D // 2)[None, :]
-    code = tl.load(codes_ptr + start[:, None] + byte[None, :], mask=inside, other=0)
-    code = tl.reshape(code, [ROWS, WIDTH // 16, 8])
+    at = row.to(tl.int64)
+    column = tl.arange(0, PADDED // GROUP)[None, :]
+    inside = present if BYTES == PADDED else present & (column < BYTES // GROUP)
+    scale = tl.load(scales_ptr + (at * scales_stride)[:, None] + column, mask=inside, other=0)
+    column = tl.arange(0, PADDED // 4)[None, :]
+    inside = present if BYTES == PADDED else present & (column < BYTES // 4)
+    if ALIGN % 4 == 0:
+        start = tl.multiple_of(at * (codes_stride // 4), [ALIGN // 4])[:, None]
+        code = tl.load(codes_ptr.to(tl.pointer_type(tl.int32)) + start + column, mask=inside, other=0)
+    else:
+        code = tl.zeros([row.shape[0], PADDED // 4], tl.int32)
+        for b in tl.static_range(4):
+            byte = tl.load(codes_ptr + (at * codes_stride)[:, None] + column * 4 + b, mask=inside, other=0)
+            code |= byte.to(tl.int32) << (8 * b)
+    return code, scale
+
+
+@triton.jit
+def _dealt(value, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] of values in any shape, the channels dealt: see `_dealt_channels`."""
+    value = tl.permute(tl.reshape(value, [ROWS, WIDTH // 32, 4, 8]), [0, 2, 1, 3])
+    return _settled(tl.reshape(value, [ROWS, WIDTH]))
+
+
+@triton.jit
+def _dealt_channels(WIDTH: tl.constexpr):
+    """The channels as tiles hold them: eights 0, 4, 8, ... of the record, then 1, 5, 9, ...
+
+    A thread loads 16 bytes, 32 channels of FP4, and stores them to shared memory eight at a time, 16 bytes; dealt like
+    this, neighbouring threads store to neighbouring banks. Queries and outputs are dealt alike.
+    """
+    place = tl.arange(0, WIDTH)
+    eight = place // 8 % (WIDTH // 32) * 4 + place // 8 // (WIDTH // 32)
+    return tl.max_contiguous(tl.multiple_of(eight * 8 + place % 8, 8), 8)
+
+
+@triton.jit
+def _fp4_values(code, scale, DTYPE: tl.constexpr):
+    """FP4 records times 2^-8, [ROWS, WIDTH]: codes int32 [ROWS, WIDTH / 8], E4M3 scales [ROWS, WIDTH / 16]."""
+    ROWS: tl.constexpr = code.shape[0]
+    WIDTH: tl.constexpr = code.shape[1] * 8
+    code = tl.reshape(code, [ROWS, WIDTH // 16, 2])
     if DTYPE.is_bf16():
         # An E4M3 code moved to the exponent of a float32 reads as its value times 2^-120, subnormals included.
         mag = scale.to(tl.int32) & 0x7F
         bits = (mag << 20).to(tl.float32, bitcast=True) * 6.646139978924579e35 * 6.646139978924579e35  # 2^119 each
         bits = tl.where(mag == 0x7F, float("nan"), bits).to(tl.int32, bitcast=True)
         twice = ((bits & -65536) | (bits >> 16))[:, :, None]  # exact in bfloat16, as a pair
-        pair = tl.inline_asm_elementwise(
-            UNPACK_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, twice], tl.int32, is_pure=True, pack=4
+        a, b, c, d = tl.inline_asm_elementwise(
+            FP4_PTX, "=&r,=&r,=&r,=&r,r,r", [code, twice], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
-        even = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        odd = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        # join puts the newest dimension last: (a c), (b d) interleave to a b c d
+        pair = tl.join(tl.join(a, c), tl.join(b, d))
+        value = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
-        scale = (e4m3_bits_to_f32(scale & 0x7F) * SHIFT)[:, :, None]
-        even, odd = e2m1_code_to_f32(code) * scale, e2m1_code_to_f32(code >> 4) * scale
-    return _settled(tl.reshape(tl.join(even, odd), [ROWS, WIDTH]))
+        code = code[:, :, :, None] >> (4 * tl.arange(0, 8))[None, None, None, :]
+        value = e2m1_code_to_f32(code & 0xF) * (e4m3_bits_to_f32(scale & 0x7F) * SHIFT)[:, :, None, None]
+    return _dealt(value, ROWS, WIDTH)
 
 
 @triton.jit
-def _load_fp8(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr, NATIVE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """The same of FP8 records."""
-    ROWS: tl.constexpr = row.shape[0]
-    group = tl.arange(0, WIDTH // 32)
-    present = (row >= 0)[:, None]
-    inside = present if D == WIDTH else present & (group < D // 32)[None, :]
-    scale = tl.load(scales_ptr + (row.to(tl.int64) * scales_stride)[:, None] + group[None, :], mask=inside, other=0)
-    start = tl.multiple_of(row.to(tl.int64) * codes_stride, [ALIGN])
-    byte = tl.arange(0, WIDTH)
-    inside = present if D == WIDTH else present & (byte < D)[None, :]
-    code = tl.load(codes_ptr + start[:, None] + byte[None, :], mask=inside, other=0)
-    code = tl.reshape(code, [ROWS, WIDTH // 32, 32])
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else e4m3_bits_to_f32(code)
-    value = (value * (ue8m0_to_f32(scale) * SHIFT)[:, :, None]).to(DTYPE)
-    return _settled(tl.reshape(value, [ROWS, WIDTH]))
+def _fp8_values(code, scale, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """FP8 records times 2^-8, [ROWS, WIDTH]: codes int32 [ROWS, WIDTH / 4], UE8M0 scales [ROWS, WIDTH / 32]."""
+    ROWS: tl.constexpr = code.shape[0]
+    WIDTH: tl.constexpr = code.shape[1] * 4
+    code = tl.reshape(code, [ROWS, WIDTH // 32, 8])
+    scale = (ue8m0_to_f32(scale) * SHIFT)[:, :, None]
+    if NATIVE:
+        a, b = tl.inline_asm_elementwise(
+            FP8_PTX, "=&r,=&r,r,r", [code, scale], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+        pair = tl.join(a, b)
+        value = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+    else:
+        code = (code[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
+        value = (e4m3_bits_to_f32(code) * scale[:, :, :, None]).to(DTYPE)
+    return _dealt(value, ROWS, WIDTH)
 
 
 @triton.jit
@@ -196,13 +259,19 @@ def _sparse_attention_kernel(
     query = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    channel = tl.arange(0, WIDTH)
+    channel = _dealt_channels(WIDTH)
     here = (head < H)[:, None] & (channel < D)[None, :]
     at = head[:, None] * q_head_stride + channel[None, :]
     q = tl.load(q_ptr + query * q_stride + at, mask=here, other=0.0)  # [HEADS, WIDTH]
 
+    # The sink is a record without a value; the first split counts it.
+    sink = tl.load(sink_ptr + head, mask=head < H, other=0.0) * LOG2E
+    sink = tl.clamp(sink, LOWEST, -LOWEST, propagate_nan=tl.PropagateNan.ALL)
     m = tl.full([HEADS], LOWEST, tl.float32)
     l = tl.zeros([HEADS], tl.float32)
+    for _ in range(split, 1):
+        m = sink
+        l += 1.0
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
 
     # Tiles 0 .. window_tiles - 1 are window records, the rest selected ones; a split takes a contiguous run of them.
@@ -210,15 +279,17 @@ def _sparse_attention_kernel(
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, window_tiles + tl.cdiv(K, ROWS))
     once = tl.minimum(last - first, 1)
+    slots_ptr += query * slots_stride
+    indices_ptr += query * indices_stride
     for tile in range(first, tl.minimum(last, window_tiles)):
-        j = tile * ROWS + tl.arange(0, ROWS)
-        row = tl.load(slots_ptr + query * slots_stride + j, mask=j < W, other=-1)
-        k = _load_fp8(w_codes_ptr, w_scales_ptr, row, w_codes_stride, w_scales_stride, D, WIDTH, DTYPE, NATIVE, W_ALIGN)
+        row = _rows(slots_ptr, tile, W, ROWS)
+        code, scale = _load(w_codes_ptr, w_scales_ptr, row, w_codes_stride, w_scales_stride, D, WIDTH, 32, W_ALIGN)
+        k = _fp8_values(code, scale, DTYPE, NATIVE)
         acc, m, l = _attend(k, row >= 0, q, acc, m, l, to_log2, once, TERMS)
-    for tile in range(tl.maximum(first, window_tiles), last):
-        j = (tile - window_tiles) * ROWS + tl.arange(0, ROWS)
-        row = tl.load(indices_ptr + query * indices_stride + j, mask=j < K, other=-1)
-        k = _load_fp4(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D, WIDTH, DTYPE, ALIGN)
+    for tile in range(tl.maximum(first, window_tiles) - window_tiles, last - window_tiles):
+        row = _rows(indices_ptr, tile, K, ROWS)
+        code, scale = _load(codes_ptr, scales_ptr, row, codes_stride, scales_stride, D // 2, WIDTH // 2, 8, ALIGN)
+        k = _fp4_values(code, scale, DTYPE)
         acc, m, l = _attend(k, row >= 0, q, acc, m, l, to_log2, once, TERMS)
 
     if SPLIT:
@@ -227,9 +298,7 @@ def _sparse_attention_kernel(
         tl.store(stats_ptr + part * 2 * H + H + head, l, mask=head < H)
     else:
         part = query
-        sink = tl.load(sink_ptr + head, mask=head < H, other=0.0) * LOG2E
-        norm = tl.where(l == 0.0, 0.0, 1.0 / ((l + tl.exp2(sink - m)) * SHIFT))
-        acc *= norm[:, None]
+        acc *= (1.0 / (l * SHIFT))[:, None]
     out = out_ptr + (part * H + head)[:, None] * D + channel[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=here)
 
@@ -238,7 +307,6 @@ def _sparse_attention_kernel(
 def _combine_kernel(
     parts_ptr,  # [Q, splits, H, D] fp32
     stats_ptr,  # [Q, splits, 2, H] fp32
-    sink_ptr,  # [H] fp32
     out_ptr,  # [Q, H, D]
     H,
     splits,
@@ -258,9 +326,7 @@ def _combine_kernel(
     acc = tl.load(parts_ptr + at, mask=(part < splits)[:, None] & (channel < D)[None, :], other=0.0)
     m_all = tl.max(m, axis=0)
     weight = tl.exp2(m - m_all)
-    total = tl.sum(weight * l, axis=0)
-    norm = 1.0 / ((total + tl.exp2(tl.load(sink_ptr + head) * LOG2E - m_all)) * SHIFT)
-    norm = tl.where(total == 0.0, 0.0, norm)
+    norm = 1.0 / (tl.sum(weight * l, axis=0) * SHIFT)
     out = tl.sum(acc * weight[:, None], axis=0) * norm
     tl.store(out_ptr + (query * H + head) * D + channel, out.to(out_ptr.dtype.element_ty), mask=channel < D)
 
@@ -297,12 +363,12 @@ def sparse_attention(q, window_codes, window_scales, slots, codes, scales, indic
         DTYPE=tl.float32 if interpreted else tl.bfloat16,
         TERMS=3 if q.dtype == torch.float32 and not interpreted else 1,
         NATIVE=not interpreted and torch.cuda.get_device_capability(q.device) >= (8, 9),
-        W_ALIGN=math.gcd(window_codes.stride(0), 8), ALIGN=math.gcd(codes.stride(0), 4),
+        W_ALIGN=_alignment(window_codes), ALIGN=_alignment(codes),
         num_warps=8, num_stages=1,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(heads, queries)](
-            parts, stats, sink, out, heads, splits,
+            parts, stats, out, heads, splits,
             D=width, WIDTH=padded, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out
@@ -321,11 +387,16 @@ def _plan(queries, heads, window, selected, q, splits):
     """
     processors = _processors(q.device)
     few = queries * -(-heads // 16) * -(-(window + selected) // 64) <= processors
-    rows = 64  # with 128, wide programs of 512 channels give wrong numbers when Triton 3.6 compiles them (H200)
     head_tile = 16 if few or q.dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(heads)))
+    rows = 128 if head_tile == 64 else 64
     if splits is None:
         splits = min(16, max(1, processors // (queries * -(-heads // head_tile))))
     return rows, head_tile, splits
+
+
+def _alignment(codes):
+    """Every record stands at a multiple of so many bytes, 16 at most."""
+    return math.gcd(codes.stride(0), codes.data_ptr(), 16)
 
 
 def _describe(t):
@@ -371,14 +442,14 @@ def aot_cases():
         "q_head_stride": "i32:16", "w_codes_stride": "i32", "w_scales_stride": "i32:16", "slots_stride": "i32:16",
         "codes_stride": "i32", "scales_stride": "i32:16", "indices_stride": "i32:16",
     }  # fmt: skip
-    shared = {"D": 512, "WIDTH": 512, "DTYPE": tl.bfloat16, "TERMS": 1, "W_ALIGN": 8, "ALIGN": 4}
-    wide = shared | {"HEADS": 64, "ROWS": 64, "SPLIT": False}
+    shared = {"D": 512, "WIDTH": 512, "DTYPE": tl.bfloat16, "TERMS": 1, "W_ALIGN": 16, "ALIGN": 16}
+    wide = shared | {"HEADS": 64, "ROWS": 128, "SPLIT": False}
     small = shared | {"HEADS": 16, "ROWS": 64, "SPLIT": True}
     kernel = _sparse_attention_kernel
     partial = types | {"out_ptr": "*fp32"}
     exact = types | {"q_ptr": "*fp32", "out_ptr": "*fp32"}
     narrow = small | {"D": 128, "WIDTH": 128}
-    combine = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32:16"}
+    combine = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32:16"}
     warps = {"num_warps": 8, "num_stages": 1}
     return [
         ("wide", kernel, types, wide | {"NATIVE": True}, warps, {90: ("wgmma.mma_async",), 100: ("tcgen05.mma",)}),

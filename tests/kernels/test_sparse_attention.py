@@ -218,6 +218,19 @@ def test_released_sizes(queries, heads, width, dtype, tolerance):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("padding", [0, 4, 2, 1])
+def test_records_at_any_address(padding):
+    arguments = inputs(140, 64, 512, 128, 512, rows=300, dtype=torch.bfloat16)
+    expected = sparse_attention(*arguments)
+    for first in (1, 4):  # codes and scales side by side in records, as a cache has them
+        codes, scales = arguments[first : first + 2]
+        width = codes.shape[1]
+        records = torch.cat((codes, scales, scales[:, :padding]), dim=1)
+        arguments[first : first + 2] = records[:, :width], records[:, width : width + scales.shape[1]]
+    assert torch.equal(check(arguments, BF16), expected)
+
+
+@pytest.mark.gpu
 def test_every_code_decodes_in_bf16():
     arguments = inputs(1, 64, 512, 1, 1, rows=127, dtype=torch.bfloat16)
     arguments[7].fill_(-math.inf)
