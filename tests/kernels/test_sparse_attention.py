@@ -209,7 +209,17 @@ def test_refuses_what_it_cannot_read():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "queries, heads, width", [(1, 64, 512), (5, 128, 512), (40, 16, 512), (150, 64, 512), (33, 64, 192), (7, 3, 64)]
+    "queries, heads, width",
+    [
+        (1, 64, 512),
+        (5, 128, 512),
+        (40, 16, 512),
+        (150, 64, 512),
+        (33, 64, 192),
+        (7, 3, 64),
+        (140, 64, 96),
+        (140, 33, 320),
+    ],
 )
 def test_released_sizes(queries, heads, width, dtype, tolerance):
     arguments = inputs(queries, heads, width, 128, 512, rows=3000, dtype=dtype)
