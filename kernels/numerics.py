@@ -91,3 +91,11 @@ def f32_to_bf16(x):
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def settled(x):
+    """x, unchanged: Triton 3.6 fails to compile when it tries to carry the reshape before this into shared memory."""
+    if x.dtype.is_bf16():
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=True, pack=2)
+    return x

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.numerics import e2m1_code_to_f32, e4m3_bits_to_f32, ue8m0_to_f32
+from kernels.numerics import e2m1_code_to_f32, e4m3_bits_to_f32, settled, ue8m0_to_f32
 
 LOWEST = tl.constexpr(-1e30)  # running maximum before the first record; finite, so that differences never are NaN
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,14 +87,6 @@ FP8_PTX = tl.constexpr("""{
 
 
 @triton.jit
-def _settled(x):
-    """x, unchanged: Triton 3.6 fails to compile when it tries to carry the reshape before this into shared memory."""
-    if x.dtype.is_bf16():
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=True, pack=2)
-    return x
-
-
-@triton.jit
 def _rows(table_ptr, tile, count, ROWS: tl.constexpr):
     """The records of a tile of a query, -1 where there is none."""
     j = tile * ROWS + tl.arange(0, ROWS)
@@ -130,7 +122,7 @@ def _load(codes_ptr, scales_ptr, row, codes_stride, scales_stride, BYTES: tl.con
 def _dealt(value, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """[ROWS, WIDTH] of values in any shape, the channels dealt: see `_dealt_channels`."""
     value = tl.permute(tl.reshape(value, [ROWS, WIDTH // 32, 4, 8]), [0, 2, 1, 3])
-    return _settled(tl.reshape(value, [ROWS, WIDTH]))
+    return settled(tl.reshape(value, [ROWS, WIDTH]))
 
 
 @triton.jit

@@ -240,9 +240,9 @@ def test_released_decode(block_maxima):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize("H", [32, 64])
-def test_released_prefill(H, ratio):
-    _check(_inputs(1, 300, H, 16384, ratio=ratio), block_size=8, block_maxima=True)
+@pytest.mark.parametrize("H, D", [(32, 128), (64, 128), (24, 32), (64, 32), (5, 64), (24, 256)])
+def test_released_prefill(H, D, ratio):
+    _check(_inputs(1, 300, H, 16384, D, ratio=ratio), block_size=8, block_maxima=True)
 
 
 @pytest.mark.gpu
