@@ -153,7 +153,7 @@ def time_us(fn, inputs, rotate=True, budget_s=0.4):
 
 
 def _commit():
-    """The commit of the code that runs: $COMMIT, for a copy without its history, or git's, marked where files differ."""
+    """The commit of the code that runs: $COMMIT, for a copy without history, or git's, marked where files differ."""
     if commit := os.environ.get("COMMIT"):
         return commit
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
