@@ -207,7 +207,7 @@ def test_refuses_what_it_cannot_read():
 
 
 def in_records(arguments, padding):
-    """The arguments with codes and scales side by side in records, as a cache has them, and after each some NaN bytes."""
+    """The arguments with codes and scales side by side in records, as a cache has them, some NaN bytes after each."""
     made = list(arguments)
     for first in (1, 4):
         codes, scales = arguments[first : first + 2]
