@@ -27,9 +27,10 @@ from torch import nn
 from flashsim.config import Config, load_config, preset_name
 from model.checkpoint import Checkpoint, text_config
 from model.memory import require
+from model.moe import MoE
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
-from model.stored_weights import STORABLE, StoredWeight, store
+from model.stored_weights import STORABLE, ExpertStack, StoredWeight, store
 from model.tensor_table import tensors
 from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
 from model.transformer import Transformer
@@ -145,17 +146,36 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
     require(f"{folder.name} with its weights", expanded + held, device, hint)
 
+    places = {} if offload else _stack_experts(modules, kept, device, rounding)
     for name in names:
         if name in kept:
-            weight = StoredWeight(checkpoint, name, dtype, mapped=offload, device=device)
+            weight = StoredWeight(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
             path = name.removesuffix(".weight")
             parent, _, attribute = path.rpartition(".")
-            setattr(modules[parent], attribute, store(modules[path], weight, device, rounding))
+            setattr(modules[parent], attribute, store(modules[path], weight, device, model.backend, rounding))
         else:
             _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
     model.other_tensors = tuple(n for n in checkpoint.headers if n in checkpoint.table and n not in parameters)
     return model.eval()
+
+
+def _stack_experts(modules: Mapping[str, nn.Module], kept: set[str], device, rounding: bool):
+    """Gives each layer whose routed experts all stay packed a stack; where each of their matrices goes, by name."""
+    places = {}
+    for path, layer in modules.items():
+        if not isinstance(layer, MoE):
+            continue
+        names = {
+            f"{path}.experts.{i}.{matrix}.weight": (i, matrix)
+            for i in range(len(layer.experts))
+            for matrix in ExpertStack.MATRICES
+        }
+        if names.keys() <= kept:
+            inner, hidden = layer.experts[0].w1.weight.shape
+            layer.stack = ExpertStack(len(layer.experts), hidden, inner, activation_rounding=rounding, device=device)
+            places |= {name: layer.stack.place(*key) for name, key in names.items()}
+    return places
 
 
 def _stays_stored(checkpoint: Checkpoint, modules, name: str, packed: bool, offload: bool) -> bool:

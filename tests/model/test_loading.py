@@ -14,6 +14,7 @@ import model
 from flashsim.config import load_config
 from flashsim.reading import ConfigError
 from model import loading, memory
+from model.backend import make_backend
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, Checkpoint
 from model.layers import Embedding, GroupedLinear, Linear
 from model.safetensors_file import CheckpointError, encode_header
@@ -22,6 +23,7 @@ from model.stored_weights import StoredEmbedding, StoredLinear, StoredWeight, st
 from model.tensor_table import stored, tensors
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
+REFERENCE = make_backend("reference")
 WAYS = [{}, {"packed": True}, {"offload": True}]
 
 
@@ -175,7 +177,7 @@ def test_bands_of_a_linear_layer(name, mapped, monkeypatch):
     expected = x @ checkpoint.weight(name).double().T
     for elements in (1, 33 * width, 10**9):
         monkeypatch.setattr(stored_weights, "BAND_ELEMENTS", elements)
-        out = store(Linear(width, rows), weight, "cpu")(x)
+        out = store(Linear(width, rows), weight, "cpu", REFERENCE)(x)
         assert torch.allclose(out, expected, rtol=1e-12)
 
 
@@ -191,7 +193,7 @@ def test_bands_of_a_grouped_layer_that_end_inside_a_group(elements, monkeypatch)
     whole = GroupedLinear(8, width, rows // 8, dtype=torch.float64)
     whole.weight.data.copy_(checkpoint.weight(name, torch.float64))
     x = torch.randn(2, 8 * width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    assert torch.allclose(store(whole, weight, "cpu")(x), whole(x), rtol=1e-12)
+    assert torch.allclose(store(whole, weight, "cpu", REFERENCE)(x), whole(x), rtol=1e-12)
 
 
 @pytest.mark.parametrize("folder", ["a32", "aq"])
@@ -200,7 +202,7 @@ def test_rows_of_a_table(folder):
     name = "layers.1.engram.embed.weight"
     weight = StoredWeight(checkpoint, name, torch.float32, mapped=True)
     ids = torch.tensor([[0, 383], [5, 5]])
-    layer = store(Embedding(*weight.shape), weight, "cpu")
+    layer = store(Embedding(*weight.shape), weight, "cpu", REFERENCE)
     assert torch.equal(layer(ids), checkpoint.weight(name)[ids])
     weight.forget()
     assert torch.equal(layer(ids), checkpoint.weight(name)[ids])
