@@ -47,8 +47,7 @@ class Gate(Weighted):
     def forward(self, x: Tensor, images: Tensor | None) -> tuple[Tensor, Tensor]:
         """(experts, weights) of tokens x [T, D]; images [T] says which stand inside an image span."""
         bias = self.bias if images is None else torch.where(images.unsqueeze(-1), self.bias_vl, self.bias)
-        x = wide(x)
-        return route(F.linear(x, self.weight_as(x.dtype)), bias, self.k, self.scale, self.backend.top_k)
+        return route(self.wide_product(x), bias, self.k, self.scale, self.backend.top_k)
 
 
 class Expert(nn.Module):
