@@ -6,6 +6,7 @@ falls to one side or the other about once in 10^5 to 10^6, and all later rows of
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,22 +156,24 @@ def draw(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
+def records(width, form):
+    return Codec(Record(((width, form),)), rounding=True, dtype=torch.bfloat16)
+
+
 def both(op, *arguments, **options):
     return [getattr(make_backend(name), op)(*arguments, **options) for name in BACKENDS]
 
 
 @pytest.mark.parametrize(("form", "width"), [(MXFP8, 512), (FP4, 512), (MXFP4, 128)])
 def test_pack(form, width):
-    codec = Codec(Record("r", ((width, form),)), rounding=True, dtype=torch.bfloat16)
+    codec = records(width, form)
     reference, triton = both("pack", draw(3, 70, width), codec)
     assert torch.equal(reference, triton)
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_compress(ratio):
-    from types import SimpleNamespace
-
-    codec = Codec(Record("r", ((512, FP4),)), rounding=True, dtype=torch.bfloat16)
+    codec = records(512, FP4)
     value = draw(2, 9, ratio, 512, seed=1, dtype=torch.bfloat16 if ratio == 1 else torch.float32)
     gate = None if ratio == 1 else draw(2, 9, ratio, 512, seed=2, dtype=torch.float32)
     norm = RMSNorm(512, 1e-20, dtype=torch.bfloat16, device="cuda")
@@ -178,16 +181,16 @@ def test_compress(ratio):
     groups = SimpleNamespace(starts=[0, 1000], first=torch.tensor([0, 1000], device="cuda"))
     frequency = frequencies(load_config("v4.1-flash"), True, torch.device("cuda"))
     made = both("compress", value, gate, norm, frequency, groups, torch.bfloat16, codec)
-    latents, records = zip(*made, strict=True)
+    latents, packed = zip(*made, strict=True)
     assert relative(latents[1], latents[0]) < 4e-3
-    values = [codec.unpack(r) for r in records]
-    print(f"{(records[0] != records[1]).double().mean().item():.4f} of the bytes differ")
+    values = [codec.unpack(r) for r in packed]
+    print(f"{(packed[0] != packed[1]).double().mean().item():.4f} of the bytes differ")
     assert relative(values[1], values[0]) < 2e-2  # a latent rounded to the next bfloat16 may take the next code
 
 
 @pytest.mark.parametrize("candidates", [False, True])
 def test_index_scores_and_selection(candidates):
-    codec = Codec(Record("r", ((128, MXFP4),)), rounding=True, dtype=torch.bfloat16)
+    codec = records(128, MXFP4)
     backend = make_backend("reference")
     queries, keys = backend.pack(draw(2, 5, 64, 128), codec), backend.pack(draw(2, 300, 128, seed=1), codec)
     weights = (draw(2, 5, 64, seed=2) * 0.01).contiguous()
@@ -211,8 +214,8 @@ def test_index_scores_and_selection(candidates):
 
 @pytest.mark.parametrize(("width", "heads"), [(512, 64), (64, 8), (32, 4)])  # 32 is padded for the kernel
 def test_sparse_attention(width, heads):
-    window_codec = Codec(Record("w", ((width, MXFP8),)), rounding=True, dtype=torch.bfloat16)
-    main_codec = Codec(Record("m", ((width, FP4),)), rounding=True, dtype=torch.bfloat16)
+    window_codec = records(width, MXFP8)
+    main_codec = records(width, FP4)
     backend = make_backend("reference")
     window, entries = backend.pack(draw(200, width), window_codec), backend.pack(draw(90, width, seed=1), main_codec)
     generator = torch.Generator().manual_seed(3)
