@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from flashsim.formats import FP4, MXFP4, MXFP8
 from model import compressor, engram, hyper_connection, indexer, moe, stored_weights
 from model.attention import csa2
+from model.flop_counter import count
 from model.hyper_connection import Mix
 from model.layers import RMSNorm, arithmetic_dtype, wide
 from model.quant import Codec
@@ -181,9 +182,11 @@ class TritonBackend(Backend):
         chosen = {}
         if candidates is not None:
             chosen = {"candidates": candidates.int().contiguous(), "block_size": block_size}
-        return self.kernels["indexer"].indexer(
+        scores = self.kernels["indexer"].indexer(
             q_codes, q_scales, weights.contiguous(), k_codes, k_scales, positions.contiguous(), ratio, **chosen
         )
+        count(2 * scores.numel() * queries.shape[2] * codec.width)
+        return scores
 
     def top_k(self, scores: Tensor, k: int) -> Tensor:
         k = min(k, scores.shape[-1])
@@ -202,7 +205,10 @@ class TritonBackend(Backend):
     def sparse_attention(
         self, q, window, slots, entries, indices, sink, window_codec: Codec, main_codec: Codec
     ) -> Tensor:
-        if entries is None:
+        count(4 * q.numel() * slots.shape[1], "attention_window")
+        if entries is not None:
+            count(4 * q.numel() * indices.shape[1], "attention_selected")
+        else:
             entries = torch.zeros(1, main_codec.nbytes, dtype=torch.uint8, device=q.device)
             indices = torch.full((len(q), 1), -1, device=q.device)
         planes, width = [*_planes(window, window_codec), *_planes(entries, main_codec)], q.shape[-1]
@@ -217,6 +223,7 @@ class TritonBackend(Backend):
         streams, kernel = h.shape[-2], self.kernels["hyper_connection"].hyper_coefficients
         pre, post, comb = kernel(h.flatten(0, -3), fn, base, scale, iterations, eps, norm_eps)
         lead = h.shape[:-2]
+        count(2 * lead.numel() * fn.numel(), "hyper_connection")
         return Mix(pre.view(*lead, streams), post.view(*lead, streams), comb.view(*lead, streams, streams))
 
     def collapse(self, h: Tensor, pre: Tensor) -> Tensor:
@@ -227,6 +234,7 @@ class TritonBackend(Backend):
         rows = self.kernels["hyper_connection"].hyper_expand(
             h.flatten(0, -3), y.flatten(0, -2), mix.post.flatten(0, -2), mix.comb.flatten(0, -3)
         )
+        count(2 * h.numel() * h.shape[-2], "hyper_connection_mixing")
         return rows.view(h.shape)
 
     def remember(self, h, kv, q_weight, k_weight, images, eps: float) -> Tensor:
@@ -278,6 +286,7 @@ class TritonBackend(Backend):
             y = self.kernels["linear"].linear(
                 x[:, group], stored.weight[low * BLOCK : high * BLOCK], stored.scale[low:high], act_quant=rounding
             )
+            count(2 * y.numel() * width)
             out.append(y[:, first - low * BLOCK : last - low * BLOCK])
         return (torch.cat(out, dim=1) if groups > 1 else out[0]).view(*lead, rows)
 
@@ -296,6 +305,10 @@ class TritonBackend(Backend):
             shared=together,
             limit=math.inf if layer.limit is None else layer.limit,
         )
+        one_each = 6 * x.numel() * stack.w1[0].shape[1]  # an expert for every row: three products of D x I
+        count(one_each * experts.shape[1], "routed_experts")
+        if together is not None:
+            count(one_each, "shared_experts")
         return out if shared is None or together is not None else wide(out) + wide(shared(x))
 
     def _planes_beside(self, stack: ExpertStack, shared: moe.Expert | None):
