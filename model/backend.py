@@ -60,9 +60,11 @@ class Backend:
 
     compress = staticmethod(compressor.compress)
     index_scores = staticmethod(indexer.index_scores)
+    score_rows = staticmethod(indexer.score_rows)
     top_k = staticmethod(indexer.top_k)
     top_blocks = staticmethod(indexer.top_blocks)
     sparse_attention = staticmethod(csa2.sparse_attention)
+    attention_rows = staticmethod(csa2.attention_rows)
     coefficients = staticmethod(hyper_connection.coefficients)
     collapse = staticmethod(hyper_connection.collapse)
     expand = staticmethod(hyper_connection.expand)
@@ -105,6 +107,8 @@ class Backend:
         return f"backend={self.name!r}"
 
 
+SCORES_AT_ONCE = 2**28  # float32 scores [rows, entries] that exist at a time, 1 GiB
+QUERIES_AT_ONCE = 2**15  # of one launch; a grid takes 65,535 of them
 NARROWEST = 64  # channels of a head that the attention kernel begins with
 FORMATS = {MXFP8: "fp8", MXFP4: "mxfp4", FP4: "fp4"}  # what the kernels call them
 
@@ -188,6 +192,9 @@ class TritonBackend(Backend):
         count(2 * scores.numel() * queries.shape[2] * codec.width)
         return scores
 
+    def score_rows(self, scores: int, heads: int) -> int:
+        return SCORES_AT_ONCE // scores  # the products of the heads never leave the kernel
+
     def top_k(self, scores: Tensor, k: int) -> Tensor:
         k = min(k, scores.shape[-1])
         if k == 0:
@@ -218,6 +225,9 @@ class TritonBackend(Backend):
             q = F.pad(q * wider**0.5, (0, NARROWEST - width))  # the kernel divides by the root of the width it sees
         attend = self.kernels["sparse_attention"].sparse_attention
         return attend(q, *planes[:2], slots.int(), *planes[2:], indices.int(), sink)[..., :width]
+
+    def attention_rows(self, gathered: int) -> int:
+        return QUERIES_AT_ONCE  # nothing is gathered
 
     def coefficients(self, h, fn, scale, base, *, norm_eps: float, iterations: int, eps: float) -> Mix:
         streams, kernel = h.shape[-2], self.kernels["hyper_connection"].hyper_coefficients

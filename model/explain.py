@@ -5,15 +5,19 @@ Bytes and FLOPs are those of `flashsim` for the model's config; parameters are c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from flashsim.flops import decode_flops
 from flashsim.kv_cache import kv_cache
 from flashsim.schedule import LayerPlan
 from flashsim.traffic import decode_read, decode_write
 from flashsim.units import number, plain
+from model.stored_weights import StoredEmbedding, StoredLinear
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
@@ -96,7 +100,7 @@ def explain(model: Transformer, context: int) -> Explanation:
     rows = []
     for plan, block in zip(model.plans, model.layers, strict=True):
         stored, read, written, flops = (report.get(plan.layer, 0) for report in reports)
-        parameters = sum(p.numel() for p in block.parameters())
+        parameters = sum(p.numel() for p in block.parameters()) + _stored_parameters(block)
         writes = ", ".join(_writes(plan))
         rows.append(
             LayerExplanation(
@@ -113,6 +117,12 @@ def explain(model: Transformer, context: int) -> Explanation:
             )
         )
     return Explanation(f"{config.name}: one decode step with {context:,} tokens visible", context, tuple(rows))
+
+
+def _stored_parameters(block: nn.Module) -> int:
+    """Parameters of layers whose weights stay packed or in their files."""
+    stored = (module.stored for module in block.modules() if isinstance(module, StoredEmbedding | StoredLinear))
+    return sum(math.prod(weight.shape) for weight in stored)
 
 
 def _reads(plan: LayerPlan) -> list[str]:

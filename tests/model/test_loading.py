@@ -162,6 +162,13 @@ def test_what_does_not_fit_memory(monkeypatch):
     assert model.load(GOLDEN / "aq")
 
 
+@pytest.mark.parametrize("options", WAYS[1:], ids=["packed", "offload"])
+def test_explain_counts_stored_parameters(options):
+    """Seen red with the parameters of the modules alone."""
+    expanded, kept = model.load(GOLDEN / "aq").explain(100), model.load(GOLDEN / "aq", **options).explain(100)
+    assert kept.to_dict() == expanded.to_dict()
+
+
 # --- stored weights ---------------------------------------------------------------------------------------------------
 
 
