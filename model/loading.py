@@ -5,7 +5,7 @@ Weights go to the model in one of three ways:
 | | memory | speed |
 | --- | --- | --- |
 | expanded (default) | every weight as numbers of `dtype` | the fastest |
-| `packed=True` | packed weights stay packed and are expanded for each use | slower |
+| `packed=True` | packed weights stay packed; `reference` expands them for each use, kernels do not | slower |
 | `offload=True` | matrices stay in the files, memory-mapped | slow; runs models larger than memory |
 
 Safetensors alone are read, and nothing outside the folder. Every tensor is used or named in an error, every parameter
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,11 @@ def load(
         source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields.
         backend, dtype, device, cache_rounding: as of `model.Transformer`. On device `meta` a preset has no weights.
         seed: of random weights; a checkpoint has none.
-        packed: keep packed weights packed in memory.
+        packed: keep packed weights packed in memory, or pack random ones.
         offload: leave matrices in the files and expand what is used.
         activation_rounding: with `packed` or `offload`, round the input of packed linears to FP8 as the trained model
-            did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights.
+            did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights, and its
+            experts run in PyTorch under both backends (`model.backend`).
 
     Returns:
         The model, called with ids [batch, sequence] for float32 logits [batch, sequence, vocab]. It carries `tokenizer`
@@ -82,9 +83,9 @@ def load(
         raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
     options = {"backend": backend, "dtype": dtype, "device": device, "cache_rounding": cache_rounding}
     if not _is_folder(source):
-        if packed or offload:
-            raise CheckpointError(f"{source!r} has random weights; packed and offload are for checkpoint folders")
-        return random_model(source, seed=seed, **options)
+        if offload:
+            raise CheckpointError(f"{source!r} has random weights; offload is for checkpoint folders")
+        return random_model(source, seed=seed, packed=packed, activation_rounding=activation_rounding, **options)
     return _load_folder(Path(source), packed=packed, offload=offload, rounding=activation_rounding, **options)
 
 
@@ -96,9 +97,12 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     cache_rounding: bool = True,
+    packed: bool = False,
+    activation_rounding: bool = False,
 ) -> Transformer:
     """A model with random weights: the same for the same seed and config, whatever the order they are made in.
 
+    With `packed` they are packed once made, as a quantised checkpoint of them would be.
     Its tokenizer is one of bytes (`model.tokenizer.byte_tokenizer`), where the vocabulary has room for them.
     """
     config = text_config(load_config(source))
@@ -110,6 +114,8 @@ def random_model(
     model = Transformer(config, backend, dtype, device, cache_rounding)
     if device.type != "meta":
         randomise(model, seed)
+        if packed:
+            _pack(model, activation_rounding)
     model.tokenizer, model.config_json, model.other_tensors = byte_tokenizer(config.vocab_size), None, ()
     size = config.engram_compressed_vocab_size
     if config.engram_layer_ids:
@@ -149,10 +155,8 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     places = {} if offload else _stack_experts(modules, kept, device, rounding)
     for name in names:
         if name in kept:
-            weight = StoredWeight(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
-            path = name.removesuffix(".weight")
-            parent, _, attribute = path.rpartition(".")
-            setattr(modules[parent], attribute, store(modules[path], weight, device, model.backend, rounding))
+            weight = StoredWeight.read(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
+            _store(model, modules, weight, device, rounding)
         else:
             _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
@@ -160,7 +164,25 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     return model.eval()
 
 
-def _stack_experts(modules: Mapping[str, nn.Module], kept: set[str], device, rounding: bool):
+def _store(model: Transformer, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool) -> None:
+    """Puts a layer over the stored weight in the place of the one that has this parameter."""
+    path = weight.name.removesuffix(".weight")
+    parent, _, attribute = path.rpartition(".")
+    setattr(modules[parent], attribute, store(modules[path], weight, device, model.backend, rounding))
+
+
+def _pack(model: Transformer, rounding: bool) -> None:
+    """Packs the weights of a model that the release packs, in place."""
+    modules, device = dict(model.named_modules()), model.device
+    kinds = {name: s.kind for name, s in tensors(model.config).items() if s.part == "text" and s.quantised}
+    places = _stack_experts(modules, kinds.keys(), device, rounding)
+    for name, kind in kinds.items():
+        values = modules[name.removesuffix(".weight")].weight
+        weight = StoredWeight.pack(name, values, kind, model.dtype, place=places.get(name))
+        _store(model, modules, weight, device, rounding)
+
+
+def _stack_experts(modules: Mapping[str, nn.Module], kept: Set[str], device, rounding: bool):
     """Gives each layer whose routed experts all stay packed a stack; where each of their matrices goes, by name."""
     places = {}
     for path, layer in modules.items():

@@ -9,6 +9,8 @@ each use: the system keeps what it has room for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +22,9 @@ from model.checkpoint import Checkpoint
 from model.layers import Embedding, GroupedLinear, Linear, wide
 from model.quant import pack as pack_record
 from model.quant import unpack_record
-from model.safetensors_file import TORCH_TYPES, CheckpointError
+from model.safetensors_file import TORCH_TYPES, CheckpointError, SafetensorsFile
 from model.tensor_table import BLOCK, NIBBLES, scale_name
-from model.weight_formats import WeightValueError, refuse_nan, unpack
+from model.weight_formats import WeightValueError, pack, refuse_nan, unpack
 
 if TYPE_CHECKING:
     from model.backend import Backend
@@ -30,18 +32,22 @@ if TYPE_CHECKING:
 STORABLE = (Embedding, GroupedLinear, Linear)
 """The layers that `store` has a counterpart of."""
 
+Place = tuple[Tensor, Tensor] | None
+"""Where the codes and scales of a packed weight go; None for tensors of their own."""
+
 BAND_ELEMENTS = 2**24
 """Numbers of a linear layer's weight that are expanded at a time."""
 
 
 class StoredWeight:
-    """One parameter [rows, width] as the file has it.
+    """One parameter [rows, width] as a checkpoint has it; `read` takes it from a folder, `pack` from numbers.
 
     Args:
-        checkpoint, name: where it is.
+        name, shape, kind: as in `model.tensor_table`.
         dtype: of the expanded numbers.
-        mapped: leave the bytes in the file; otherwise copy them, to `device`.
-        place: the (weight, scale) to copy them to, where there is one already.
+        weight, scale: the bytes of a packed weight, uint8; or those of plain numbers and None.
+        stored_dtype: of plain numbers.
+        files: where a mapped weight lies.
 
     Raises (a mapped weight when used, one in memory at once):
         CheckpointError: a scale or a value is NaN or infinite; names the tensor.
@@ -49,33 +55,47 @@ class StoredWeight:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
         name: str,
+        shape: tuple[int, ...],
+        kind: str,
         dtype: torch.dtype,
+        weight: Tensor,
+        scale: Tensor | None,
         *,
-        mapped: bool,
-        device="cpu",
-        place: tuple[Tensor, Tensor] | None = None,
+        stored_dtype: torch.dtype = torch.uint8,
+        files: Sequence[SafetensorsFile] = (),
+        where: str = "model",
     ):
-        self.name, self.dtype, self.mapped = name, dtype, mapped
-        self.shape, self.kind = checkpoint.table[name].shape, checkpoint.table[name].kind
-        self.packed, self._where = name in checkpoint.packed, checkpoint.folder.name
-        file = checkpoint.owner[name]
-        self.stored_dtype = TORCH_TYPES[file.headers[name].dtype]
-        self._files = [(file, name)]
-        self.weight, self.scale = file.raw(name), None
-        if self.packed:
-            self._files.append((checkpoint.owner[scale_name(name)], scale_name(name)))
-            self.scale = checkpoint.packed_rows(name)[1]
-        if place is not None:
-            self.weight, self.scale = (
-                kept.copy_(read) for kept, read in zip(place, (self.weight, self.scale), strict=True)
-            )
-        elif not mapped:
-            self.weight = self.weight.to(device, copy=True)
-            self.scale = None if self.scale is None else self.scale.to(device, copy=True)
-        if self.packed and not mapped:
-            self._refuse_nan()
+        self.name, self.shape, self.kind, self.dtype = name, shape, kind, dtype
+        self.weight, self.scale, self.stored_dtype = weight, scale, stored_dtype
+        self.packed, self.mapped = scale is not None, bool(files)
+        self._files, self._where = list(zip(files, (name, scale_name(name)), strict=False)), where
+        if self.packed and not self.mapped:
+            with self._named():
+                refuse_nan(weight, scale, kind)
+
+    @classmethod
+    def read(
+        cls, checkpoint: Checkpoint, name: str, dtype: torch.dtype, *, mapped: bool, device="cpu", place: Place = None
+    ) -> StoredWeight:
+        """A parameter of a checkpoint: left in the file where `mapped`, else copied to `device`, or into `place`."""
+        spec, file, scale, files = checkpoint.table[name], checkpoint.owner[name], None, [checkpoint.owner[name]]
+        weight = file.raw(name)
+        if name in checkpoint.packed:
+            scale = checkpoint.packed_rows(name)[1]
+            files.append(checkpoint.owner[scale_name(name)])
+        if not mapped:
+            weight, scale, files = *_put(weight, scale, device, place), ()
+        stored_dtype, where = TORCH_TYPES[file.headers[name].dtype], checkpoint.folder.name
+        return cls(
+            name, spec.shape, spec.kind, dtype, weight, scale, stored_dtype=stored_dtype, files=files, where=where
+        )
+
+    @classmethod
+    def pack(cls, name: str, values: Tensor, kind: str, dtype: torch.dtype, *, place: Place = None) -> StoredWeight:
+        """The numbers [rows, width] of a parameter, packed as the release packs this kind."""
+        planes = _put(*pack(values, kind), values.device, place)
+        return cls(name, tuple(values.shape), kind, dtype, *planes)
 
     @property
     def nbytes(self) -> int:
@@ -97,17 +117,19 @@ class StoredWeight:
 
     def expect_rows_at_random(self) -> None:
         """Tells the system that single rows will be looked up."""
-        for file, name in self._files if self.mapped else ():
+        for file, name in self._files:
             file.expect_rows_at_random(name)
 
     def forget(self) -> None:
         """Gives back the pages of a mapped weight."""
-        for file, name in self._files if self.mapped else ():
+        for file, name in self._files:
             file.forget(name)
 
-    def _refuse_nan(self) -> None:
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says of which tensor an error is."""
         try:
-            refuse_nan(self.weight, self.scale, self.kind)
+            yield
         except WeightValueError as error:
             raise CheckpointError(f"{self._where}: {self.name} cannot be used: {error}") from None
 
@@ -116,10 +138,8 @@ class StoredWeight:
         if not self.packed:
             values = weight.to(device, copy=True).view(self.stored_dtype).to(self.dtype)
         else:
-            try:
+            with self._named():
                 values = unpack(weight.to(device), scale.to(device), self.kind).to(self.dtype)
-            except WeightValueError as error:
-                raise CheckpointError(f"{self._where}: {self.name} cannot be used: {error}") from None
         if not torch.isfinite(values).all():
             raise CheckpointError(f"{self._where}: {self.name} has a value that is not finite in {self.dtype}")
         return values
@@ -127,6 +147,13 @@ class StoredWeight:
     def __repr__(self) -> str:
         form = self.kind if self.packed else str(self.stored_dtype).removeprefix("torch.")
         return f"{' x '.join(map(str, self.shape))} {form}, {'mapped' if self.mapped else 'in memory'}"
+
+
+def _put(weight: Tensor, scale: Tensor | None, device, place: Place) -> tuple[Tensor, Tensor | None]:
+    """Copies of both on a device, or in their place."""
+    if place is not None:
+        return place[0].copy_(weight), place[1].copy_(scale)
+    return weight.to(device, copy=True), None if scale is None else scale.to(device, copy=True)
 
 
 def packed_linear(x: Tensor, stored: StoredWeight, groups: int, rounding: bool) -> Tensor:

@@ -26,7 +26,6 @@ from model.moe import Expert, MoE
 from model.quant import Codec
 from model.rope import frequencies
 from model.stored_weights import ExpertStack, StoredLinear, StoredWeight
-from model.weight_formats import pack
 
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
@@ -267,14 +266,9 @@ def test_engram():
     assert torch.equal(one, other)
 
 
-def packed_weight(rows, width, kind, seed=0):
-    """A StoredWeight on the GPU, without a file."""
-    made = object.__new__(StoredWeight)
+def packed_weight(rows, width, kind, seed=0, place=None):
     values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
-    made.weight, made.scale = (plane.cuda() for plane in pack(values, kind))
-    made.name, made.kind, made.shape, made.dtype = "made", kind, (rows, width), torch.bfloat16
-    made.packed, made.mapped, made._files = True, False, []
-    return made
+    return StoredWeight.pack("made", values.cuda(), kind, torch.bfloat16, place=place)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -303,10 +297,8 @@ def packed_experts(backend, hidden=512, inner=256, experts=12, picks=4):
     everyone: list[tuple[Expert, str]] = [(expert, "fp4") for expert in layer.experts]
     for e, (expert, kind) in enumerate([*everyone, (layer.shared_experts, "fp8")]):
         for i, matrix in enumerate(ExpertStack.MATRICES):
-            weight = packed_weight(*getattr(expert, matrix).weight.shape, kind, seed=10 * e + i)
-            if kind == "fp4":
-                for place, plane in zip(layer.stack.place(e, matrix), (weight.weight, weight.scale), strict=True):
-                    place.copy_(plane)
+            place = layer.stack.place(e, matrix) if kind == "fp4" else None
+            weight = packed_weight(*getattr(expert, matrix).weight.shape, kind, 10 * e + i, place)
             setattr(expert, matrix, StoredLinear(weight, layer.backend, activation_rounding=True))
     layer.gate.weight.data.copy_(draw(experts, hidden, seed=7) * hidden**-0.5)
     for bias in (layer.gate.bias, layer.gate.bias_vl):
