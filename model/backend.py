@@ -34,7 +34,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashsim.config import V41Config
 from flashsim.formats import FP4, MXFP4, MXFP8
+from flashsim.schedule import layer_plan
 from model import compressor, engram, hyper_connection, indexer, moe, stored_weights
 from model.attention import csa2
 from model.flop_counter import count
@@ -81,15 +83,15 @@ class Backend:
         """The type of activations."""
         return arithmetic_dtype(dtype, device)
 
-    def check(self, dtype: torch.dtype, cache_rounding: bool) -> None:
+    def check(self, config: V41Config, dtype: torch.dtype, cache_rounding: bool) -> None:
         """Whether a model of this kind can run.
 
         Raises:
             BackendError: it cannot.
         """
 
-    def check_stored(self, stored: StoredWeight) -> None:
-        """Whether a packed weight can be used.
+    def check_stored(self, stored: StoredWeight, rounding: bool) -> None:
+        """Whether a packed weight can be used, its input rounded or not.
 
         Raises:
             BackendError: it cannot.
@@ -143,13 +145,39 @@ class TritonBackend(Backend):
     def arithmetic(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
 
-    def check(self, dtype: torch.dtype, cache_rounding: bool) -> None:
+    def check(self, config: V41Config, dtype: torch.dtype, cache_rounding: bool) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise BackendError(f"dtype is {dtype} with backend triton; accepted: torch.float32, torch.bfloat16")
         if not cache_rounding:
             raise BackendError(
                 "cache_rounding is False with backend triton, which reads packed records; accepted: True"
             )
+        for field, good, accepted in self._limits(config):
+            if not good(getattr(config, field)):
+                raise BackendError(f"{field} is {getattr(config, field)} with backend triton; accepted: {accepted}")
+
+    def _limits(self, config: V41Config):
+        """(field, test, words) of what the kernels take of a config."""
+        most, columns, entries = (
+            getattr(self.kernels[kernel], name)
+            for kernel, name in (("topk", "MAX_K"), ("indexer", "MAX_COLUMNS"), ("indexer", "BLOCK_E"))
+        )
+        yield "head_dim", lambda n: n % BLOCK == 0 and n <= 512, f"a multiple of {BLOCK} up to 512"
+        yield "num_attention_heads", lambda n: n <= 128, "up to 128"
+        yield "hidden_size", lambda n: 32 <= n <= 8192, "32 to 8192"
+        yield "hc_mult", lambda n: n <= 8, "up to 8"
+        plans = layer_plan(config)
+        if any(plan.owns_kv for plan in plans):
+            yield "qk_rope_head_dim", lambda n: n & (n - 1) == 0, "0 or a power of two"
+        if any(plan.selects for plan in plans):
+            yield "index_head_dim", lambda n: n in (32, 64, 128, 256), "32, 64, 128 or 256"
+            yield "index_n_heads", lambda n: n <= columns, f"up to {columns}"
+            yield "index_topk", lambda n: n <= most, f"up to {most}"
+        if any(plan.builds_candidates for plan in plans):
+            yield "candidate_topk_blocks", lambda n: n <= most, f"up to {most}"
+            yield "candidate_block_size", lambda n: n & (n - 1) == 0 and n <= entries, f"a power of two up to {entries}"
+        if config.engram_layer_ids:
+            yield "engram_max_ngram_size", lambda n: 2 <= n <= 8, "2 to 8"
 
     def pack(self, x: Tensor, codec: Codec) -> Tensor:
         rows = x.reshape(-1, codec.width)
@@ -260,11 +288,12 @@ class TritonBackend(Backend):
 
     # --- packed weights ---------------------------------------------------------------------------------------------
 
-    def check_stored(self, stored: StoredWeight) -> None:
-        if self.reader(stored) == "PyTorch":
+    def check_stored(self, stored: StoredWeight, rounding: bool) -> None:
+        expert = stored.kind == "fp4" and stored.packed and not stored.mapped and rounding
+        if self.reader(stored) == "PyTorch" and not expert:
             return
         rows, width = stored.shape
-        if width % BLOCK or (stored.kind == "fp8" and rows % BLOCK):
+        if width % BLOCK or (stored.kind != "table" and rows % BLOCK):
             raise BackendError(
                 f"{stored.name} has shape {[rows, width]} with backend triton, whose kernels read whole blocks; "
                 f"accepted: multiples of {BLOCK}"

@@ -263,7 +263,7 @@ def store(
     Raises:
         BackendError: the backend cannot compute with this weight.
     """
-    backend.check_stored(stored)
+    backend.check_stored(stored, activation_rounding)
     if isinstance(module, Embedding):
         return StoredEmbedding(stored, device, backend)
     if isinstance(module, GroupedLinear):

@@ -92,9 +92,15 @@ def test_what_triton_cannot_run():
         Transformer("tiny", backend="triton", device="meta", cache_rounding=False)
     with pytest.raises(BackendError, match=r"dtype is torch\.float64 with backend triton"):
         Transformer("tiny", backend="triton", device="meta", dtype=torch.float64)
+    for field, value in (("hc_mult", 9), ("head_dim", 16), ("index_topk", 4096), ("candidate_block_size", 3)):
+        with pytest.raises(BackendError, match=rf"{field} is {value} with backend triton; accepted: "):
+            Transformer(load_config("tiny").to_dict() | {field: value}, backend="triton", device="meta")
     weight = random_packed(48, 64, "fp8")
     with pytest.raises(BackendError, match=r"made has shape \[48, 64\] with backend triton.*multiples of 32"):
         store(Linear(64, 48), weight, "cpu", make_backend("triton"))
+    store(Linear(64, 48), random_packed(48, 64, "fp4"), "cpu", make_backend("triton"))  # PyTorch's without rounding
+    with pytest.raises(BackendError, match=r"shape \[48, 64\]"):
+        store(Linear(64, 48), random_packed(48, 64, "fp4"), "cpu", make_backend("triton"), True)
 
 
 def test_a_missing_kernel_is_an_error(monkeypatch):
