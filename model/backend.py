@@ -83,8 +83,8 @@ class Backend:
         """The type of activations."""
         return arithmetic_dtype(dtype, device)
 
-    def check(self, config: V41Config, dtype: torch.dtype, cache_rounding: bool) -> None:
-        """Whether a model of this kind can run.
+    def check(self, config: V41Config, dtype: torch.dtype, device: torch.device, cache_rounding: bool) -> None:
+        """Whether a model of this kind can run. On `meta` it will not, so any kind may be there.
 
         Raises:
             BackendError: it cannot.
@@ -145,7 +145,12 @@ class TritonBackend(Backend):
     def arithmetic(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
 
-    def check(self, config: V41Config, dtype: torch.dtype, cache_rounding: bool) -> None:
+    def check(self, config: V41Config, dtype: torch.dtype, device: torch.device, cache_rounding: bool) -> None:
+        if device.type == "cpu" and not self._interpreted():
+            raise BackendError(
+                "device is cpu with backend triton, whose kernels are compiled for a GPU; accepted: cuda, or "
+                "TRITON_INTERPRET=1 in the environment before they are imported"
+            )
         if dtype not in (torch.float32, torch.bfloat16):
             raise BackendError(f"dtype is {dtype} with backend triton; accepted: torch.float32, torch.bfloat16")
         if not cache_rounding:
@@ -155,6 +160,12 @@ class TritonBackend(Backend):
         for field, good, accepted in self._limits(config):
             if not good(getattr(config, field)):
                 raise BackendError(f"{field} is {getattr(config, field)} with backend triton; accepted: {accepted}")
+
+    def _interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels."""
+        from triton import JITFunction
+
+        return not isinstance(self.kernels["linear"]._linear_kernel, JITFunction)
 
     def _limits(self, config: V41Config):
         """(field, test, words) of what the kernels take of a config."""

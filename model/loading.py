@@ -81,7 +81,7 @@ def load(
         raise CheckpointError("activation_rounding needs packed weights; accepted: with packed=True or offload=True")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
-    options = {"backend": backend, "dtype": dtype, "device": device, "cache_rounding": cache_rounding}
+    options = {"backend": backend, "dtype": dtype, "device": _device(device), "cache_rounding": cache_rounding}
     if not _is_folder(source):
         if offload:
             raise CheckpointError(f"{source!r} has random weights; offload is for checkpoint folders")
@@ -129,9 +129,19 @@ def random_model(
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise CheckpointError(f"device is {device!r}; accepted: cpu, cuda, cuda:N or meta") from None
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise CheckpointError(f"device is {device}, and PyTorch finds {torch.cuda.device_count()} GPUs; accepted: cpu")
+    return device
+
+
 def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> Transformer:
     checkpoint = Checkpoint(folder)
-    config, device = checkpoint.config, torch.device(device)
+    config = checkpoint.config
     if device.type == "meta":
         raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
     tokenizer, token_map = None, None
@@ -140,6 +150,7 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     if config.engram_layer_ids:
         token_map = engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size)
     model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
+    model.backend.check(config, dtype, device, model.cache_rounding)
 
     names = checkpoint.names("text")
     parameters = dict(model.named_parameters())

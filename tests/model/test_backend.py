@@ -5,6 +5,9 @@ prefilled by the reference, as the interpreter takes milliseconds for each progr
 """
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +30,13 @@ from model.weight_formats import pack
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 MISSING = [name for name in TritonBackend.modules if importlib.util.find_spec(f"kernels.{name}") is None]
 needs_kernels = pytest.mark.skipif(
-    bool(MISSING) or importlib.util.find_spec("triton") is None, reason=f"no triton, or kernels without {MISSING}"
+    bool(MISSING) or importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason=f"no triton, kernels without {MISSING}, or a GPU they are compiled for: tests/model/test_gpu.py",
 )
 PACKED, ROUNDED = {"packed": True}, {"packed": True, "activation_rounding": True}
 # Folder or preset, options of load, tokens of the prompt, chunks that follow.
 CASES = [
-    ("c32", {}, 3, (1, 3)),  # shorter than a window
+    ("c32", {}, 0, (5, 1)),  # from nothing, shorter than a window
     ("tiny", {}, 19, (2, 1)),  # past window, top-k and candidate pool; both residues of ratio 2
     ("a32", {}, 40, (1,)),
     ("aq", PACKED, 29, (1,)),
@@ -62,7 +66,8 @@ def test_triton_equals_reference(name, options, prompt, chunks):
     reference, triton = pair(name, **options)
     ids = torch.randint(0, 160, (1, prompt + sum(chunks)), generator=torch.Generator().manual_seed(7))
     cache = reference.new_cache(1)
-    reference(ids[:, :prompt], cache=cache)
+    if prompt:
+        reference(ids[:, :prompt], cache=cache)
     other = cache.fork()
     for size in chunks:
         part = ids[:, prompt : prompt + size]
@@ -101,6 +106,28 @@ def test_what_triton_cannot_run():
     store(Linear(64, 48), random_packed(48, 64, "fp4"), "cpu", make_backend("triton"))  # PyTorch's without rounding
     with pytest.raises(BackendError, match=r"shape \[48, 64\]"):
         store(Linear(64, 48), random_packed(48, 64, "fp4"), "cpu", make_backend("triton"), True)
+
+
+COMPILED = """
+import model
+from model.backend import BackendError
+for source in ("tiny", "tests/data/golden/c32"):
+    try:
+        model.load(source, backend="triton")
+    except BackendError as error:
+        print(error)
+"""
+
+
+@needs_kernels
+def test_compiled_kernels_do_not_run_on_a_cpu():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = GOLDEN.parents[2]
+    command = [sys.executable, "-c", COMPILED]
+    run = subprocess.run(
+        command, cwd=root, env=environment | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.count("device is cpu with backend triton, whose kernels are compiled for a GPU") == 2, run.stderr
 
 
 def test_a_missing_kernel_is_an_error(monkeypatch):

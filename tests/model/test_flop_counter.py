@@ -13,7 +13,10 @@ from model.tensor_table import BLOCK
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 ROUNDED = {"packed": True, "activation_rounding": True}
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="no triton, or a GPU its kernels are compiled for: tests/model/test_gpu.py",
+)
 
 
 def load(name, backend, **options):

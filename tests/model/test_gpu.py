@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 
 import model
 from flashsim.config import load_config
+from flashsim.flops import decode_flops
 from flashsim.formats import FP4, MXFP4, MXFP8, Record
 from flashsim.kv_cache import kv_cache
 from model.backend import make_backend
 from model.engram import History, hash_tables
+from model.flop_counter import FlopCounter
 from model.hyper_connection import Mix
 from model.layers import Linear, RMSNorm
 from model.moe import Expert, MoE
@@ -126,6 +128,18 @@ def test_cache_bytes(backend):
         stored = {key: value for key, value in kv_cache(lm.config, n).by("component").items() if value}
         held = {key: value for key, value in cache.nbytes(by="component").items() if value}
         assert held == stored, f"after {n} tokens"
+
+
+@pytest.mark.parametrize(("name", "options"), [("tiny", {}), ("aq", ROUNDED)])
+def test_counted_flops(name, options):
+    """The kernels count what they are given, the widened products included; see test_flop_counter.py."""
+    for backend in BACKENDS:
+        lm = load(name, backend=backend, dtype=torch.bfloat16, **options)
+        cache, ids = lm.new_cache(1), random_ids(1, 34)
+        lm(ids[:, :33], cache=cache)
+        with FlopCounter(lm) as counter:
+            lm(ids[:, 33:], cache=cache, last=True)
+        counter.compare(decode_flops(lm.config, 34))  # an error names a component that differs without a reason
 
 
 @pytest.mark.parametrize("options", [{}, ROUNDED], ids=["expanded", "packed"])

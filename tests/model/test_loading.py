@@ -149,6 +149,13 @@ def test_names_that_do_not_exist(tmp_path):
         model.load("tiny", offload=True)
 
 
+def test_devices_that_are_not_there():
+    with pytest.raises(CheckpointError, match=r"device is 'gpu'; accepted: cpu, cuda, cuda:N or meta"):
+        model.load("tiny", device="gpu")
+    with pytest.raises(CheckpointError, match=r"device is cuda:99, and PyTorch finds \d+ GPUs; accepted: cpu"):
+        model.load(GOLDEN / "c32", device="cuda:99")
+
+
 def test_what_does_not_fit_memory(monkeypatch):
     with pytest.raises(
         MemoryError, match=r"v4.1-flash with its weights needs 2,993,978,739,136 bytes .*, cpu has .* free$"
