@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from flashsim.flops import decode_flops
 from flashsim.kv_cache import kv_cache
 from flashsim.schedule import LayerPlan
 from flashsim.traffic import decode_read, decode_write
 from flashsim.units import number, plain
-from model.stored_weights import StoredEmbedding, StoredLinear
+from model.stored_weights import stored_weights
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
@@ -100,7 +98,8 @@ def explain(model: Transformer, context: int) -> Explanation:
     rows = []
     for plan, block in zip(model.plans, model.layers, strict=True):
         stored, read, written, flops = (report.get(plan.layer, 0) for report in reports)
-        parameters = sum(p.numel() for p in block.parameters()) + _stored_parameters(block)
+        parameters = sum(p.numel() for p in block.parameters())
+        parameters += sum(math.prod(weight.shape) for weight in stored_weights(block).values())
         writes = ", ".join(_writes(plan))
         rows.append(
             LayerExplanation(
@@ -117,12 +116,6 @@ def explain(model: Transformer, context: int) -> Explanation:
             )
         )
     return Explanation(f"{config.name}: one decode step with {context:,} tokens visible", context, tuple(rows))
-
-
-def _stored_parameters(block: nn.Module) -> int:
-    """Parameters of layers whose weights stay packed or in their files."""
-    stored = (module.stored for module in block.modules() if isinstance(module, StoredEmbedding | StoredLinear))
-    return sum(math.prod(weight.shape) for weight in stored)
 
 
 def _reads(plan: LayerPlan) -> list[str]:

@@ -230,6 +230,12 @@ class StoredLinear(nn.Module):
         return f"{self.stored!r}, {rounding}, read by {self.backend.reader(self.stored)}"
 
 
+def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
+    """The weights of a model, or of a part of it, that stay as they are stored, by their released names."""
+    layers = (module for module in model.modules() if isinstance(module, StoredEmbedding | StoredLinear))
+    return {layer.stored.name: layer.stored for layer in layers}
+
+
 class ExpertStack:
     """The packed routed experts of one layer, each of their matrices in one tensor, so that a kernel finds any of them.
 
