@@ -34,6 +34,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 BACKENDS = ("reference", "triton")
 ROUNDED = {"packed": True, "activation_rounding": True}
 SMALL = {"c32": 1e-4, "a32": 1e-4, "aq": 1e-3}  # what the golden page allows
+GOLDENS = [("c32", {}), ("a32", {}), ("aq", {}), ("aq", {"packed": True})]
 
 
 def load(name, **options):
@@ -64,8 +65,7 @@ def agreeing(out, expected, tolerance=1e-4):
 # --- the whole model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"packed": True}], ids=["expanded", "packed"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "options"), GOLDENS)
 def test_golden_logits_in_float64(name, options):
     ids, logits = golden(name)
     out = load(name, dtype=torch.float64, **options)(ids).cpu()
@@ -73,8 +73,7 @@ def test_golden_logits_in_float64(name, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"packed": True}], ids=["expanded", "packed"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "options"), GOLDENS)
 def test_golden_logits_in_float32(name, options, backend):
     """Every row may follow a code that fell to the other side, but not in the first rows of all sequences."""
     ids, logits = golden(name)
