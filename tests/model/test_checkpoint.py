@@ -173,7 +173,7 @@ def test_a_scale_that_is_nan(sharded, name):
 
 
 def test_a_packed_scale_that_is_nan(sharded):
-    """Packed weights in memory are looked through when loaded, as kernels do not; mapped ones when they are expanded."""
+    """Packed weights in memory are looked through when loaded, mapped ones when they are expanded."""
     for expert in range(8):
         set_byte(sharded, f"layers.4.ffn.experts.{expert}.w2.scale", 255)
     message = r"layers\.4\.ffn\.experts\.\d\.w2\.weight cannot be used: its scale"
