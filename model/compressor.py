@@ -37,17 +37,17 @@ def compress(
     gate: Tensor | None,
     norm: RMSNorm,
     frequency: Tensor,
-    first: Tensor,
+    groups: Groups,
     dtype: torch.dtype,
     codec: Codec,
 ) -> tuple[Tensor, Tensor]:
-    """The latents [B, G, W], not rotated, and the records [B, G, bytes] of the groups first[b], first[b] + 1, ...
+    """The latents [B, G, W], not rotated, and the records [B, G, bytes] of groups first[b], first[b] + 1, ...
 
     value, gate: [B, G, ratio, W], float32 where there is a gate. dtype: the precision of latents.
     """
     latent = norm(pool(value, gate).to(dtype))
-    ratio, groups = value.shape[2], torch.arange(value.shape[1], device=value.device)
-    positions = (first.unsqueeze(1) + groups) * ratio
+    ratio, number = value.shape[2], torch.arange(value.shape[1], device=value.device)
+    positions = (groups.first.unsqueeze(1) + number) * ratio
     return latent, codec.pack(rotate(latent, turns(positions, frequency)))
 
 
@@ -76,9 +76,7 @@ class Compressor(nn.Module):
                 return None
             value, gate = groups.take(rows).unbind(dim=3)
         frequency = frequencies(self.config, True, step.device)
-        latent, records = self.backend.compress(
-            value, gate, self.norm, frequency, groups.first, x.dtype, cache.main_codec
-        )
+        latent, records = self.backend.compress(value, gate, self.norm, frequency, groups, x.dtype, cache.main_codec)
         groups.write(source.entries, records)
         return latent, groups
 
@@ -90,7 +88,7 @@ class Groups:
         first, last = ([n // ratio for n in side] for side in (step.start, step.end))
         self.number = max(b - a for a, b in zip(first, last, strict=True))
         device = step.device
-        self.first = torch.tensor(first, device=device)
+        self.starts, self.first = first, torch.tensor(first, device=device)  # the same, as a list and on the device
         entries = self.first.unsqueeze(1) + torch.arange(self.number, device=device)  # [B, G]
         # The rows at hand are the ratio - 1 tokens before the step, then those of the step.
         origin = torch.tensor(step.start, device=device).view(-1, 1, 1) - (ratio - 1)

@@ -14,7 +14,7 @@ below 2^63. Source: V4.1 architecture 8; test vectors 16.2.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -39,6 +39,10 @@ class HashTable(NamedTuple):
     multipliers: Tensor
     primes: Tensor
     offsets: Tensor
+
+    def to(self, device: torch.device) -> HashTable:
+        """The same constants on a device."""
+        return self if self.primes.device == device else HashTable(*(t.to(device) for t in self))
 
 
 def _primes(start: int):
@@ -80,7 +84,7 @@ def hash_tables(config: V41Config) -> dict[int, HashTable]:
 
 def hash_rows(grams: Tensor, table: HashTable) -> Tensor:
     """[..., (order - 1) * heads] table rows of n-grams [..., order] of compressed ids, the newest first."""
-    multipliers, primes, offsets = (t.to(grams.device) for t in table)
+    multipliers, primes, offsets = table
     mixed = grams * multipliers
     acc, rows = mixed[..., 0], []
     for n in range(1, grams.shape[-1]):
@@ -89,14 +93,34 @@ def hash_rows(grams: Tensor, table: HashTable) -> Tensor:
     return torch.cat(rows, dim=-1)
 
 
-def ngrams(tokens: Tensor, images: Tensor, positions: Tensor, token_map: Tensor, pad: int, order: int) -> Tensor:
-    """[B, S, order] compressed ids of the tokens at positions p, p - 1, ..., from histories tokens, images [B, N]."""
-    back = positions.unsqueeze(-1) - torch.arange(order, device=tokens.device)
-    sequence = torch.arange(len(tokens), device=tokens.device).view(-1, 1, 1)
-    place = back.clamp(min=0)
-    open_ = (back >= 0) & ~images[sequence, place]
-    open_ = open_.long().cumprod(dim=-1).bool()  # a blocked place blocks what lies beyond it
-    return token_map[tokens[sequence, place].where(open_, pad)]
+class History:
+    """What the hash sees: compressed ids of the rows of a step and of the order - 1 places before them.
+
+    `ids` and `blocked`, both [B, order - 1 + S]; a blocked place lies before the start or inside an image span, and
+    counts, like everything beyond it, as `pad`, a compressed id.
+    """
+
+    def __init__(self, ids: Tensor, blocked: Tensor, pad: int, order: int):
+        self.ids, self.blocked, self.pad, self.order = ids, blocked, pad, order
+
+    @classmethod
+    def of(cls, step: Step, cache: Cache, token_map: Tensor, pad: int, order: int) -> History:
+        """From the token ids that the cache keeps."""
+        position = step.positions[:, :1] + torch.arange(1 - order, step.rows, device=step.device)
+        place = position.clamp(0, cache.tokens.shape[1] - 1)
+        blocked = cache.images.gather(1, place) | (position < 0)
+        return cls(token_map[cache.tokens.gather(1, place)], blocked, pad, order)
+
+    @cached_property
+    def grams(self) -> Tensor:
+        """[B, S, order] compressed ids of each row's n-gram, the newest first."""
+        ids, blocked = (t.unfold(1, self.order, 1).flip(-1) for t in (self.ids, self.blocked))
+        return ids.masked_fill(blocked.cumsum(dim=-1) > 0, self.pad)  # a blocked place blocks what lies beyond it
+
+
+def rows(history: History, table: HashTable) -> Tensor:
+    """[B, S, (order - 1) * heads] table rows of every row of the step."""
+    return hash_rows(history.grams, table)
 
 
 def gate(h: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
@@ -126,6 +150,7 @@ class Engram(nn.Module):
     def __init__(self, config: V41Config, layer: int, backend: Backend, *, dtype, device):
         super().__init__()
         self.config, self.backend, self.table = config, backend, hash_tables(config)[layer]
+        self._pad_of: tuple[Tensor | None, int] = (None, 0)
         rows = config.engram_num_embeddings[config.engram_layer_ids.index(layer)]
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         streams, hidden, options = config.hc_mult, config.hidden_size, {"dtype": dtype, "device": device}
@@ -136,18 +161,15 @@ class Engram(nn.Module):
 
     def forward(self, h: Tensor, step: Step, cache: Cache, token_map: Tensor) -> Tensor:
         """Streams h [B, S, K, D] with the memory added; token_map [vocab_size] gives compressed ids."""
-        config = self.config
-        grams = step.once(
-            "ngrams",
-            lambda: ngrams(
-                cache.tokens,
-                cache.images,
-                step.positions,
-                token_map,
-                config.engram_pad_token_id,
-                config.engram_max_ngram_size,
-            ),
-        )
-        rows = self.embed(hash_rows(grams, self.table)).flatten(-2)
+        config, order = self.config, self.config.engram_max_ngram_size
+        self.table = self.table.to(h.device)
+        history = step.once("history", lambda: History.of(step, cache, token_map, self._pad(token_map), order))
+        rows = self.embed(self.backend.rows(history, self.table)).flatten(-2)
         kv = self.wkv(rows.to(h.dtype))
         return self.backend.remember(h, kv, self.q_weight, self.k_weight, step.images, config.rms_norm_eps)
+
+    def _pad(self, token_map: Tensor) -> int:
+        """The compressed id of a blocked place, read from the device once for each token map."""
+        if self._pad_of[0] is not token_map:
+            self._pad_of = token_map, int(token_map[self.config.engram_pad_token_id])
+        return self._pad_of[1]

@@ -5,6 +5,7 @@ Bytes and FLOPs are those of `flashsim` for the model's config; parameters are c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from flashsim.kv_cache import kv_cache
 from flashsim.schedule import LayerPlan
 from flashsim.traffic import decode_read, decode_write
 from flashsim.units import number, plain
+from model.stored_weights import stored_weights
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
@@ -97,6 +99,7 @@ def explain(model: Transformer, context: int) -> Explanation:
     for plan, block in zip(model.plans, model.layers, strict=True):
         stored, read, written, flops = (report.get(plan.layer, 0) for report in reports)
         parameters = sum(p.numel() for p in block.parameters())
+        parameters += sum(math.prod(weight.shape) for weight in stored_weights(block).values())
         writes = ", ".join(_writes(plan))
         rows.append(
             LayerExplanation(

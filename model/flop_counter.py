@@ -1,13 +1,23 @@
-"""FLOPs of a real step, counted where PyTorch dispatches them, under the component names of `flashsim.decode_flops`.
+"""FLOPs of a real step, counted where they are asked for, under the component names of `flashsim.decode_flops`.
 
     with FlopCounter(model) as counter:
         model(ids, cache=cache, last=True)
     print(counter.compare(flashsim.decode_flops(model.config, tokens)))
 
-Every matrix product that is dispatched is counted, 2 FLOPs a multiply-accumulate, and given to the module or the
-labelled line that asked for it. Where both count the same thing the numbers are equal; `REASONS` names the components
-where they do not: the K x K mixing of streams, which the analytic count leaves out, and the indexer key, which is
-projected in the one step that completes its group and which the analytic count spreads over the group.
+Every matrix product that PyTorch dispatches is counted, 2 FLOPs a multiply-accumulate, and given to the module or the
+labelled line that asked for it. Kernels are not dispatched: the backend counts each where it launches it, from the
+shapes of its operands, without the rows that a tile is filled up with.
+
+| kernel | FLOPs | component |
+| --- | --- | --- |
+| linear | 2 rows x outputs x inputs, outputs in whole tiles of 32 | of the module |
+| moe | 6 rows x k x D x I; 6 rows x D x I | `routed_experts`; `shared_experts` |
+| indexer | 2 scores x index heads x index width | of the label: all entries, or the candidates |
+| sparse_attention | 4 rows x heads x W x slots; the same x indices | `attention_window`; `attention_selected` |
+| hyper_connection | 2 rows x (2 + K) K x K D; 2 rows x K x K x D | `hyper_connection`; `hyper_connection_mixing` |
+| block_quant, compressor, topk, engram | no matrix products | |
+
+Where both count the same thing the numbers are equal; `REASONS` names the components where they do not.
 """
 
 from __future__ import annotations
@@ -41,9 +51,21 @@ _COMPONENTS = {
 REASONS = {
     "hyper_connection_mixing": "mixing the streams is a product here; the analytic count has the coefficients alone",
     "indexer_key": "projected in the step that completes a group; the analytic count spreads it over the group",
+    "o_projection_group": "a packed group that ends inside a tile of 32 rows is multiplied to the end of the tile",
 }
 
 _asking: list[str | None] = []  # who asks for the products, the innermost last
+_counting: list[FlopCounter] = []  # the counters that are entered
+
+
+def count(flops: int, component: str | None = None) -> None:
+    """Reports FLOPs that PyTorch does not dispatch, those of a kernel: of a component, or of who asks."""
+    for counter in _counting:
+        counter.count(component or _innermost(), flops)
+
+
+def _innermost() -> str:
+    return next((name for name in reversed(_asking) if name), "other")
 
 
 class label:
@@ -90,9 +112,11 @@ class FlopCounter:
             register_module_forward_hook(self._leave_module, always_call=True),
         )
         self._mode.__enter__()
+        _counting.append(self)
         return self
 
     def __exit__(self, *error):
+        _counting.remove(self)
         self._mode.__exit__(*error)
         for hook in self._hooks:
             hook.remove()
@@ -138,6 +162,5 @@ class _Products(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
         result = func(*args, **kwargs)
-        component = next((name for name in reversed(_asking) if name), "other")
-        self.counter.count(component, flop_registry[packet](*args, **kwargs, out_val=result))
+        self.counter.count(_innermost(), flop_registry[packet](*args, **kwargs, out_val=result))
         return result

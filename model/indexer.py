@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 SCORES_AT_ONCE = 2**24  # numbers [rows, heads, entries] that exist at a time
 
 
+def score_rows(scores: int, heads: int) -> int:
+    """How many rows to score at a time, when each has so many scores, of so many heads."""
+    return SCORES_AT_ONCE // (scores * heads)
+
+
 def index_scores(
     queries: Tensor,
     weights: Tensor,
@@ -131,7 +136,7 @@ class Indexer(nn.Module):
         keys = source.keys[:, :entries]
         candidates = step.candidates if plan.scores_candidates else None
         scored = entries if candidates is None else candidates.shape[2] * config.candidate_block_size
-        rows = max(SCORES_AT_ONCE // max(step.batch * scored * heads, 1), 1)
+        rows = max(self.backend.score_rows(max(step.batch * scored, 1), heads), 1)
         selected, pool = [], []
         for low in range(0, step.rows, rows):
             part = slice(low, low + rows)

@@ -73,6 +73,14 @@ class Weighted(nn.Module):
             self._copy, self._copy_of = weight.to(dtype), stamp
         return self._copy
 
+    def wide_product(self, x: Tensor) -> Tensor:
+        """x W^T with operands and sums as wide as `wide`. A GPU sums products of bfloat16 in float32 as they are."""
+        if x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16:
+            out = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
+            return out.unflatten(0, x.shape[:-1])
+        x = wide(x)
+        return F.linear(x, self.weight_as(x.dtype))
+
 
 class Linear(Weighted):
     """x W^T with `weight` [out, in]. With `widened` the product runs in float32 whatever the storage."""
@@ -83,8 +91,7 @@ class Linear(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        x = wide(x) if self.widened else x
-        return F.linear(x, self.weight_as(x.dtype))
+        return self.wide_product(x) if self.widened else F.linear(x, self.weight_as(x.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}" + (", widened" if self.widened else "")

@@ -5,7 +5,7 @@ Weights go to the model in one of three ways:
 | | memory | speed |
 | --- | --- | --- |
 | expanded (default) | every weight as numbers of `dtype` | the fastest |
-| `packed=True` | packed weights stay packed and are expanded for each use | slower |
+| `packed=True` | packed weights stay packed; `reference` expands them for each use, kernels do not | slower |
 | `offload=True` | matrices stay in the files, memory-mapped | slow; runs models larger than memory |
 
 Safetensors alone are read, and nothing outside the folder. Every tensor is used or named in an error, every parameter
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch import nn
 from flashsim.config import Config, load_config, preset_name
 from model.checkpoint import Checkpoint, text_config
 from model.memory import require
+from model.moe import MoE
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
-from model.stored_weights import STORABLE, StoredWeight, store
+from model.stored_weights import STORABLE, ExpertStack, StoredWeight, store
 from model.tensor_table import tensors
 from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
 from model.transformer import Transformer
@@ -59,10 +60,11 @@ def load(
         source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields.
         backend, dtype, device, cache_rounding: as of `model.Transformer`. On device `meta` a preset has no weights.
         seed: of random weights; a checkpoint has none.
-        packed: keep packed weights packed in memory.
+        packed: keep packed weights packed in memory, or pack random ones.
         offload: leave matrices in the files and expand what is used.
         activation_rounding: with `packed` or `offload`, round the input of packed linears to FP8 as the trained model
-            did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights.
+            did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights, and its
+            experts run in PyTorch under both backends (`model.backend`).
 
     Returns:
         The model, called with ids [batch, sequence] for float32 logits [batch, sequence, vocab]. It carries `tokenizer`
@@ -79,11 +81,11 @@ def load(
         raise CheckpointError("activation_rounding needs packed weights; accepted: with packed=True or offload=True")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
-    options = {"backend": backend, "dtype": dtype, "device": device, "cache_rounding": cache_rounding}
+    options = {"backend": backend, "dtype": dtype, "device": _device(device), "cache_rounding": cache_rounding}
     if not _is_folder(source):
-        if packed or offload:
-            raise CheckpointError(f"{source!r} has random weights; packed and offload are for checkpoint folders")
-        return random_model(source, seed=seed, **options)
+        if offload:
+            raise CheckpointError(f"{source!r} has random weights; offload is for checkpoint folders")
+        return random_model(source, seed=seed, packed=packed, activation_rounding=activation_rounding, **options)
     return _load_folder(Path(source), packed=packed, offload=offload, rounding=activation_rounding, **options)
 
 
@@ -95,9 +97,12 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     cache_rounding: bool = True,
+    packed: bool = False,
+    activation_rounding: bool = False,
 ) -> Transformer:
     """A model with random weights: the same for the same seed and config, whatever the order they are made in.
 
+    With `packed` they are packed once made, as a quantised checkpoint of them would be.
     Its tokenizer is one of bytes (`model.tokenizer.byte_tokenizer`), where the vocabulary has room for them.
     """
     config = text_config(load_config(source))
@@ -109,6 +114,8 @@ def random_model(
     model = Transformer(config, backend, dtype, device, cache_rounding)
     if device.type != "meta":
         randomise(model, seed)
+        if packed:
+            _pack(model, activation_rounding)
     model.tokenizer, model.config_json, model.other_tensors = byte_tokenizer(config.vocab_size), None, ()
     size = config.engram_compressed_vocab_size
     if config.engram_layer_ids:
@@ -122,9 +129,19 @@ def random_model(
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise CheckpointError(f"device is {device!r}; accepted: cpu, cuda, cuda:N or meta") from None
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise CheckpointError(f"device is {device}, and PyTorch finds {torch.cuda.device_count()} GPUs; accepted: cpu")
+    return device
+
+
 def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> Transformer:
     checkpoint = Checkpoint(folder)
-    config, device = checkpoint.config, torch.device(device)
+    config = checkpoint.config
     if device.type == "meta":
         raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
     tokenizer, token_map = None, None
@@ -133,6 +150,7 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     if config.engram_layer_ids:
         token_map = engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size)
     model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
+    model.backend.check(config, dtype, device, model.cache_rounding)
 
     names = checkpoint.names("text")
     parameters = dict(model.named_parameters())
@@ -145,17 +163,52 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
     require(f"{folder.name} with its weights", expanded + held, device, hint)
 
+    places = {} if offload else _stack_experts(modules, kept, device, rounding)
     for name in names:
         if name in kept:
-            weight = StoredWeight(checkpoint, name, dtype, mapped=offload, device=device)
-            path = name.removesuffix(".weight")
-            parent, _, attribute = path.rpartition(".")
-            setattr(modules[parent], attribute, store(modules[path], weight, device, rounding))
+            weight = StoredWeight.read(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
+            _store(model, modules, weight, device, rounding)
         else:
             _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
     model.other_tensors = tuple(n for n in checkpoint.headers if n in checkpoint.table and n not in parameters)
     return model.eval()
+
+
+def _store(model: Transformer, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool) -> None:
+    """Puts a layer over the stored weight in the place of the one that has this parameter."""
+    path = weight.name.removesuffix(".weight")
+    parent, _, attribute = path.rpartition(".")
+    setattr(modules[parent], attribute, store(modules[path], weight, device, model.backend, rounding))
+
+
+def _pack(model: Transformer, rounding: bool) -> None:
+    """Packs the weights of a model that the release packs, in place."""
+    modules, device = dict(model.named_modules()), model.device
+    kinds = {name: s.kind for name, s in tensors(model.config).items() if s.part == "text" and s.quantised}
+    places = _stack_experts(modules, kinds.keys(), device, rounding)
+    for name, kind in kinds.items():
+        values = modules[name.removesuffix(".weight")].weight
+        weight = StoredWeight.pack(name, values, kind, model.dtype, place=places.get(name))
+        _store(model, modules, weight, device, rounding)
+
+
+def _stack_experts(modules: Mapping[str, nn.Module], kept: Set[str], device, rounding: bool):
+    """Gives each layer whose routed experts all stay packed a stack; where each of their matrices goes, by name."""
+    places = {}
+    for path, layer in modules.items():
+        if not isinstance(layer, MoE):
+            continue
+        names = {
+            f"{path}.experts.{i}.{matrix}.weight": (i, matrix)
+            for i in range(len(layer.experts))
+            for matrix in ExpertStack.MATRICES
+        }
+        if names.keys() <= kept:
+            inner, hidden = layer.experts[0].w1.weight.shape
+            layer.stack = ExpertStack(len(layer.experts), hidden, inner, activation_rounding=rounding, device=device)
+            places |= {name: layer.stack.place(*key) for name, key in names.items()}
+    return places
 
 
 def _stays_stored(checkpoint: Checkpoint, modules, name: str, packed: bool, offload: bool) -> bool:

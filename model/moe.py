@@ -5,7 +5,8 @@
     p_e    = s_e / (sum of picked s + 1e-20) * routed_scaling_factor        the bias chooses, it does not weigh
     y      = sum_e w2_e(p_e silu(gate_e) up_e) + shared     gate = min(w1 x, limit), up = clamp(w3 x, +-limit)
 
-p_e stands before w2, where the trained model rounded. Experts add up in ascending order. Source: V4.1 architecture 7.
+p_e stands before w2, where the trained model rounded. Experts add up in ascending order. Packed experts of a layer are
+one stack (`model.stored_weights`), which a kernel reads whole. Source: V4.1 architecture 7.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from model.backend import Backend
 
 
-def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor, k: int, scale: float, top_k=top_k) -> tuple[Tensor, Tensor]:
     """(experts, weights), both [T, k], experts ascending, of logits [T, experts]; bias [experts] or [T, experts]."""
     s = F.softplus(logits).sqrt()
     experts = top_k(s + bias, k)
@@ -35,8 +36,9 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
 class Gate(Weighted):
     """The router: `weight` [experts, D], `bias` and `bias_vl` [experts]."""
 
-    def __init__(self, config: V41Config, *, dtype, device):
+    def __init__(self, config: V41Config, backend: Backend, *, dtype, device):
         super().__init__(config.n_routed_experts, config.hidden_size, dtype=dtype, device=device)
+        self.backend = backend
         self.k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         experts, floats = config.n_routed_experts, {"dtype": wide_dtype(dtype), "device": device}
         self.bias = nn.Parameter(torch.empty(experts, **floats), requires_grad=False)
@@ -45,8 +47,7 @@ class Gate(Weighted):
     def forward(self, x: Tensor, images: Tensor | None) -> tuple[Tensor, Tensor]:
         """(experts, weights) of tokens x [T, D]; images [T] says which stand inside an image span."""
         bias = self.bias if images is None else torch.where(images.unsqueeze(-1), self.bias_vl, self.bias)
-        x = wide(x)
-        return route(F.linear(x, self.weight_as(x.dtype)), bias, self.k, self.scale)
+        return route(self.wide_product(x), bias, self.k, self.scale, self.backend.top_k)
 
 
 class Expert(nn.Module):
@@ -88,24 +89,31 @@ def routed(x: Tensor, experts: Tensor, weights: Tensor, modules: nn.ModuleList) 
     return out
 
 
+def feed_forward(x: Tensor, experts: Tensor, weights: Tensor, layer: MoE) -> Tensor:
+    """[T, D] of tokens x [T, D]: the picked experts [T, k] with their weights [T, k], and the shared ones; wide."""
+    out = routed(x, experts, weights, layer.experts)
+    return out if layer.shared_experts is None else out + wide(layer.shared_experts(x))
+
+
 class MoE(nn.Module):
-    """`gate`, `experts.0` .. and, where there are any, `shared_experts`."""
+    """`gate`, `experts.0` .. and, where there are any, `shared_experts`. `stack` holds packed routed experts."""
 
     def __init__(self, config: V41Config, backend: Backend, *, dtype, device):
         super().__init__()
         self.backend = backend
         hidden, inner, limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
         options = {"dtype": dtype, "device": device}
-        self.gate = Gate(config, **options)
+        self.gate = Gate(config, backend, **options)
         self.experts = nn.ModuleList(Expert(hidden, inner, limit, **options) for _ in range(config.n_routed_experts))
-        if config.n_shared_experts:
-            self.shared_experts = Expert(hidden, inner * config.n_shared_experts, limit, **options)
+        shared = config.n_shared_experts
+        self.shared_experts = Expert(hidden, inner * shared, limit, **options) if shared else None
+        self.limit, self.stack = limit, None
 
     def forward(self, x: Tensor, images: Tensor | None = None) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         tokens = x.flatten(0, -2)
         experts, weights = self.gate(tokens, None if images is None else images.flatten())
-        out = self.backend.routed(tokens, experts, weights, self.experts)
-        if hasattr(self, "shared_experts"):
-            out = out + wide(self.shared_experts(tokens))
-        return out.to(x.dtype).view(x.shape)
+        return self.backend.feed_forward(tokens, experts, weights, self).to(x.dtype).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"experts run by {self.backend.expert_runner(self)}"

@@ -26,6 +26,7 @@ from torch import nn
 from flashsim.config import V41Config
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, SINGLE_FILE
 from model.safetensors_file import TORCH_TYPES, CheckpointError, write_file
+from model.stored_weights import StoredWeight, stored_weights
 from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored, tensors
 from model.weight_formats import WeightValueError, pack
 
@@ -50,7 +51,7 @@ def save(
     """Writes a model as a checkpoint folder that `model.load` reads.
 
     Args:
-        model: its `state_dict` has the released names, its `config` is the text config.
+        model: its `state_dict` and its stored weights have the released names, its `config` is the text config.
         folder: must not exist yet, or be empty.
         layout: `quantised`, `bfloat16` or `float32`.
         config_json: the whole config.json to base the written one on; by default one is made from `model.config`.
@@ -60,7 +61,7 @@ def save(
     Raises:
         CheckpointError: the parameters are not those of the config, or one has a value that cannot be stored.
     """
-    state = model.state_dict()
+    state = model.state_dict() | stored_weights(model)
     table = {name: spec for name, spec in tensors(model.config).items() if spec.part == "text"}
     wrong = sorted(set(table) ^ set(state))
     wrong += [name for name in table if name in state and tuple(state[name].shape) != table[name].shape]
@@ -70,12 +71,16 @@ def save(
     return write_checkpoint(
         folder,
         table,
-        lambda name, start, stop: state[name][start:stop],
+        lambda name, start, stop: _rows(state[name], start, stop),
         layout,
         config_json=dict(config_json) if config_json is not None else config_to_json(model.config),
         shard_bytes=shard_bytes,
         extra_files=extra,
     )
+
+
+def _rows(weight: torch.Tensor | StoredWeight, start: int, stop: int) -> torch.Tensor:
+    return (weight.rows(start, stop) if isinstance(weight, StoredWeight) else weight[start:stop]).cpu()
 
 
 def config_to_json(config: V41Config) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Transformer(nn.Module):
         config = load_config(config)
         _check(config)
         self.config, self.backend = config, make_backend(backend)
-        self.backend.check(dtype, cache_rounding)
+        self.backend.check(config, dtype, torch.device(device), cache_rounding)
         self.dtype, self.cache_rounding = dtype, cache_rounding
         options = {"dtype": dtype, "device": device}
         self.plans = layer_plan(config)

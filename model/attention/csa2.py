@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 KEYS_AT_ONCE = 2**24  # numbers [rows, keys, width] that exist at a time
 
 
+def attention_rows(gathered: int) -> int:
+    """How many queries to attend with at a time, when each gathers so many numbers."""
+    return KEYS_AT_ONCE // gathered
+
+
 def sparse_attention(
     q: Tensor,
     window: Tensor,
@@ -151,10 +156,10 @@ class Attention(nn.Module):
         return self.wo_b(self.wo_a(rotate(o, turn.conj()).flatten(-2)))
 
     def _attend(self, q, window, slots, entries, indices, cache: Cache) -> Tensor:
-        """[B, S, H, W] outputs, some queries at a time."""
+        """[B, S, H, W] outputs, as many queries at a time as the backend takes."""
         shape, number = q.shape, slots.shape[2] + (0 if indices is None else indices.shape[1])
         q, slots, window = q.flatten(0, 1), slots.flatten(0, 1), window.flatten(0, 1)
-        block = max(KEYS_AT_ONCE // (number * shape[-1]), 1)
+        block = max(self.backend.attention_rows(number * shape[-1]), 1)
         out = []
         for low in range(0, len(q), block):
             part = slice(low, low + block)

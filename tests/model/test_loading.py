@@ -14,6 +14,7 @@ import model
 from flashsim.config import load_config
 from flashsim.reading import ConfigError
 from model import loading, memory
+from model.backend import make_backend
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, Checkpoint
 from model.layers import Embedding, GroupedLinear, Linear
 from model.safetensors_file import CheckpointError, encode_header
@@ -22,6 +23,7 @@ from model.stored_weights import StoredEmbedding, StoredLinear, StoredWeight, st
 from model.tensor_table import stored, tensors
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
+REFERENCE = make_backend("reference")
 WAYS = [{}, {"packed": True}, {"offload": True}]
 
 
@@ -143,8 +145,15 @@ def test_names_that_do_not_exist(tmp_path):
         model.load(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="model_type is 'deepseek_v3'; accepted: deepseek_v41"):
         model.load("v3")
-    with pytest.raises(CheckpointError, match="random weights; packed and offload are for checkpoint folders"):
+    with pytest.raises(CheckpointError, match="random weights; offload is for checkpoint folders"):
         model.load("tiny", offload=True)
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(CheckpointError, match=r"device is 'gpu'; accepted: cpu, cuda, cuda:N or meta"):
+        model.load("tiny", device="gpu")
+    with pytest.raises(CheckpointError, match=r"device is cuda:99, and PyTorch finds \d+ GPUs; accepted: cpu"):
+        model.load(GOLDEN / "c32", device="cuda:99")
 
 
 def test_what_does_not_fit_memory(monkeypatch):
@@ -160,6 +169,27 @@ def test_what_does_not_fit_memory(monkeypatch):
     assert model.load(GOLDEN / "aq")
 
 
+@pytest.mark.parametrize("options", WAYS[1:], ids=["packed", "offload"])
+def test_explain_counts_stored_parameters(options):
+    """Seen red with the parameters of the modules alone."""
+    expanded, kept = model.load(GOLDEN / "aq").explain(100), model.load(GOLDEN / "aq", **options).explain(100)
+    assert kept.to_dict() == expanded.to_dict()
+
+
+def test_random_weights_pack_as_a_checkpoint_of_them_would(tmp_path, monkeypatch):
+    """Seen red with w1 and w3 of a stack exchanged."""
+    monkeypatch.setattr(loading, "engram_table", lambda tokenizer, vocab, size: [i % size for i in range(vocab)])
+    model.save(model.load("tiny"), tmp_path / "tiny", "quantised", tokenizer=model.load("tiny").tokenizer)
+    ids = torch.arange(30)[None] * 7 % 160
+    for rounding in (False, True):
+        options = {"packed": True, "activation_rounding": rounding}
+        made, read = model.load("tiny", **options), model.load(tmp_path / "tiny", **options)
+        read.set_token_map(made.token_map)
+        made.load_state_dict(read.state_dict())  # the file has the other tensors in bfloat16
+        assert torch.equal(made(ids), read(ids))
+        assert repr(made.layers) == repr(read.layers)
+
+
 # --- stored weights ---------------------------------------------------------------------------------------------------
 
 
@@ -169,13 +199,13 @@ def test_bands_of_a_linear_layer(name, mapped, monkeypatch):
     from model import stored_weights
 
     checkpoint = Checkpoint(GOLDEN / "aq")
-    weight = StoredWeight(checkpoint, name, torch.float64, mapped=mapped)
+    weight = StoredWeight.read(checkpoint, name, torch.float64, mapped=mapped)
     rows, width = weight.shape
     x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = x @ checkpoint.weight(name).double().T
     for elements in (1, 33 * width, 10**9):
         monkeypatch.setattr(stored_weights, "BAND_ELEMENTS", elements)
-        out = store(Linear(width, rows), weight, "cpu")(x)
+        out = store(Linear(width, rows), weight, "cpu", REFERENCE)(x)
         assert torch.allclose(out, expected, rtol=1e-12)
 
 
@@ -186,21 +216,21 @@ def test_bands_of_a_grouped_layer_that_end_inside_a_group(elements, monkeypatch)
     monkeypatch.setattr(stored_weights, "BAND_ELEMENTS", elements)
     checkpoint = Checkpoint(GOLDEN / "aq")
     name = "layers.0.attn.wq_b.weight"  # 128 rows, here as 8 groups of 16: a band of 32 rows holds two
-    weight = StoredWeight(checkpoint, name, torch.float64, mapped=True)
+    weight = StoredWeight.read(checkpoint, name, torch.float64, mapped=True)
     rows, width = weight.shape
     whole = GroupedLinear(8, width, rows // 8, dtype=torch.float64)
     whole.weight.data.copy_(checkpoint.weight(name, torch.float64))
     x = torch.randn(2, 8 * width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    assert torch.allclose(store(whole, weight, "cpu")(x), whole(x), rtol=1e-12)
+    assert torch.allclose(store(whole, weight, "cpu", REFERENCE)(x), whole(x), rtol=1e-12)
 
 
 @pytest.mark.parametrize("folder", ["a32", "aq"])
 def test_rows_of_a_table(folder):
     checkpoint = Checkpoint(GOLDEN / folder)
     name = "layers.1.engram.embed.weight"
-    weight = StoredWeight(checkpoint, name, torch.float32, mapped=True)
+    weight = StoredWeight.read(checkpoint, name, torch.float32, mapped=True)
     ids = torch.tensor([[0, 383], [5, 5]])
-    layer = store(Embedding(*weight.shape), weight, "cpu")
+    layer = store(Embedding(*weight.shape), weight, "cpu", REFERENCE)
     assert torch.equal(layer(ids), checkpoint.weight(name)[ids])
     weight.forget()
     assert torch.equal(layer(ids), checkpoint.weight(name)[ids])

@@ -1,18 +1,22 @@
 """RoPE, Engram, hyper-connections, compressor, indexer, experts: test vectors, and mistakes that are easily made."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from flashsim.config import load_config
 from flashsim.reading import ConfigError
 from model.attention.csa2 import sparse_attention
+from model.backend import make_backend
 from model.compressor import pool
-from model.engram import gate, hash_rows, hash_tables, ngrams, remember
+from model.engram import History, gate, hash_rows, hash_tables, remember
 from model.hyper_connection import Mix, coefficients, collapse, expand, sinkhorn
 from model.indexer import block_maxima, entries_of, top_blocks, top_k
 from model.layers import RMSNorm
 from model.moe import Expert, Gate, route
 from model.rope import frequencies, rotate, turns
+from model.step import Step
 
 RELEASED = load_config("v4.1-flash")
 
@@ -133,8 +137,9 @@ def test_blocked_places_are_sticky_and_take_the_mapped_pad():
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     images = torch.tensor([[False, False, True, False, False]])
     token_map = torch.arange(10) * 10
-    grams = ngrams(tokens, images, torch.arange(5).unsqueeze(0), token_map, pad=2, order=4)
-    assert grams[0].tolist() == [
+    step = Step(load_config("tiny"), [0], [5], torch.device("cpu"))
+    history = History.of(step, SimpleNamespace(tokens=tokens, images=images), token_map, pad=20, order=4)
+    assert history.grams[0].tolist() == [
         [50, 20, 20, 20],
         [60, 50, 20, 20],
         [20, 20, 20, 20],  # an image token blocks itself
@@ -233,7 +238,7 @@ def test_the_bias_chooses_and_does_not_weigh():
 
 
 def test_image_tokens_have_a_bias_of_their_own():
-    router = Gate(load_config("tiny"), dtype=torch.float32, device="cpu")
+    router = Gate(load_config("tiny"), make_backend("reference"), dtype=torch.float32, device="cpu")
     for parameter in router.parameters():
         parameter.data.zero_()
     router.bias.data[:2], router.bias_vl.data[4:] = 1.0, 1.0
