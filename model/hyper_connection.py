@@ -38,11 +38,13 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     # A border of eps beside the matrix: then every sum is "+ eps" already, and a step is two small operations.
     bordered = logits.new_full((*logits.shape[:-2], streams + 1, streams + 1), eps)
     m, rows, columns = bordered[..., :-1, :-1], bordered[..., :-1, :], bordered[..., :, :-1]
-    m.copy_(torch.softmax(logits, dim=-1)).add_(eps)
-    m.div_(columns.sum(dim=-2, keepdim=True))
+    torch.add(torch.softmax(logits, dim=-1), eps, out=m)
+    column_sums = columns.sum(dim=-2, keepdim=True)
+    row_sums = torch.empty_like(column_sums).transpose(-1, -2)
+    m.div_(column_sums)
     for _ in range(iterations - 1):
-        m.div_(rows.sum(dim=-1, keepdim=True))
-        m.div_(columns.sum(dim=-2, keepdim=True))
+        m.div_(torch.sum(rows, dim=-1, keepdim=True, out=row_sums))
+        m.div_(torch.sum(columns, dim=-2, keepdim=True, out=column_sums))
     return m
 
 
@@ -54,9 +56,9 @@ def coefficients(
     f = wide(h).flatten(-2)
     with label("hyper_connection"):
         z = F.linear(f, fn.to(f.dtype))
-    z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + norm_eps)
+    z *= f.square().sum(dim=-1, keepdim=True).div_(f.shape[-1]).add_(norm_eps).rsqrt_()
     sizes = (streams, streams, streams * streams)
-    z = torch.addcmul(base.to(z.dtype), z, scale.to(z.dtype)[_kinds(streams, h.device)])
+    z = torch.addcmul(base.to(z.dtype), z, scale.to(z.dtype).index_select(0, _kinds(streams, h.device)))
     pre, post, comb = z.split_with_sizes(sizes, dim=-1)
     comb = sinkhorn(comb.unflatten(-1, (streams, -1)), iterations, eps)
     return Mix(torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), comb)
@@ -77,4 +79,4 @@ def expand(h: Tensor, y: Tensor, mix: Mix) -> Tensor:
     """post_k y + sum_j comb[j, k] h_j: the streams after a site with output y [..., D]. Sums over the FIRST index."""
     with label("hyper_connection_mixing"):
         mixed = mix.comb.transpose(-1, -2) @ wide(h)
-    return (mix.post.unsqueeze(-1) * wide(y).unsqueeze(-2) + mixed).to(h.dtype)
+    return mixed.addcmul_(mix.post.unsqueeze(-1), wide(y).unsqueeze(-2)).to(h.dtype)

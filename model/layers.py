@@ -117,7 +117,8 @@ class RMSNorm(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         wider = wide(x)
-        return F.rms_norm(wider, self.weight.shape, self.weight_as(wider.dtype), self.eps).to(x.dtype)
+        scale = wider.square().sum(-1, keepdim=True).div_(wider.shape[-1]).add_(self.eps).rsqrt_()
+        return (wider * scale * self.weight_as(wider.dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps:g}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashsim.config import V41Config
 from flashsim.reading import ConfigError
-from model.layers import wide
+from model.layers import wide_dtype
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +65,6 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     channels = 2 * turn.shape[-1]
     if channels == 0:
         return x
-    kept, tail = x.split_with_sizes((x.shape[-1] - channels, channels), dim=-1)
-    pairs = torch.view_as_complex(wide(tail).unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2)
-    return torch.cat((kept, turned.to(x.dtype)), dim=-1)
+    out = x.to(wide_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    torch.view_as_complex(out[..., -channels:].unflatten(-1, (-1, 2))).mul_(turn)
+    return out.to(x.dtype)
