@@ -106,7 +106,7 @@ def nucleus(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, tor
 
 @dataclass
 class Statistics:
-    """What a generation did and took. Times in seconds, cache bytes of the end.
+    """What a generation did and took. Times in seconds; the cache's bytes when it stopped.
 
     `prompt_tokens` of which `prefix_tokens` were in a stored prefix; `replayed_rows` of those ran again, and
     `decoder_rows` rows of the prompt went through the decoder half.
@@ -210,11 +210,12 @@ class Generation:
             token = sample(logits[0], self.sampling, generator)
             statistics.new_tokens += 1
             statistics.decode_s = time.perf_counter() - started
-            statistics.cache_bytes = self.cache.nbytes("component")
             if token in self.stop_ids:
                 statistics.stopped_by = f"token {token}"
             elif statistics.new_tokens == self.max_new_tokens:
                 statistics.stopped_by = "max_new_tokens"
+            if statistics.stopped_by:
+                statistics.cache_bytes = self.cache.nbytes("component")
             yield token
             if statistics.stopped_by:
                 return

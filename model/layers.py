@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 class Weighted(nn.Module):
     """A module with a `weight`, which is converted where the activations are wider.
 
-    With `keeps_copy` the converted weight is kept until the weight changes: for models that are small.
+    With `keeps_copy` the converted weight is kept until the weight changes: for weights that are small.
     """
 
     keeps_copy = False

@@ -52,14 +52,13 @@ def power_of_two(y: Tensor) -> Tensor:
     NaN and infinity give infinity, whose exponent 255 is the NaN of UE8M0.
     """
     bits = y.view(torch.int32).clamp(max=0x7F800000)
-    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return bits.add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
     """E2M1 codes (uint8) of float32 y: nearest, ties to the even code, saturating at 6."""
-    return (
-        torch.bucketize(y.abs(), _middles(y.device), out_int32=True).to(torch.uint8) | y.signbit().to(torch.uint8) << 3
-    )
+    code = torch.bucketize(y.abs(), _middles(y.device), out_int32=True)
+    return code.add_(y.signbit(), alpha=8).to(torch.uint8)
 
 
 def _groups(x: Tensor, form: BlockFormat) -> Tensor:
@@ -82,11 +81,11 @@ def pack(x: Tensor, form: BlockFormat) -> Tensor:
     else:
         top, floor = (E4M3_MAX, 1e-4) if form is MXFP8 else (E2M1_MAX, E2M1_MAX * 2.0**-126)
         # The reciprocal rounded to float32, as the model has it; a division can give twice the scale.
-        scale = power_of_two(largest.clamp(min=floor) * (1.0 / top))
+        scale = power_of_two(largest.clamp_(min=floor).mul_(1.0 / top))
         scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
     scaled = groups / scale.unsqueeze(-1)
     if form is MXFP8:
-        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
+        codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
     else:
         nibbles = encode_e2m1(scaled).flatten(-2)
         codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4

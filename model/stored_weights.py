@@ -1,15 +1,12 @@
-"""Layers whose weights stay as they are stored, packed and possibly on disk.
+"""Layers whose weights stay as they are stored, packed and possibly on disk, and are expanded for each use.
 
 A `StoredWeight` is the bytes of one parameter: views of a memory-mapped file, or copies in memory. The layers here take
-the place of those in `model.layers` and compute the same numbers. Their products are ops of the backend: `reference`
-expands what it uses, the rows that an embedding looks up, a band of rows of a linear layer at a time, so a model runs
-whose weights are larger than memory; kernels read the bytes as they lie. Pages of a mapped weight are given back after
-each use: the system keeps what it has room for.
+the place of those in `model.layers` and compute the same numbers; an embedding expands the rows it looks up, a linear
+layer a band of rows at a time. So a model runs whose weights are larger than memory. Pages of a mapped weight are given
+back after each use: the system keeps what it has room for.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +18,8 @@ from model.layers import Embedding, GroupedLinear, Linear, wide
 from model.quant import pack as pack_record
 from model.quant import unpack_record
 from model.safetensors_file import TORCH_TYPES, CheckpointError
-from model.tensor_table import BLOCK, NIBBLES, scale_name
-from model.weight_formats import WeightValueError, refuse_nan, unpack
-
-if TYPE_CHECKING:
-    from model.backend import Backend
+from model.tensor_table import BLOCK, scale_name
+from model.weight_formats import WeightValueError, unpack
 
 STORABLE = (Embedding, GroupedLinear, Linear)
 """The layers that `store` has a counterpart of."""
@@ -41,22 +35,12 @@ class StoredWeight:
         checkpoint, name: where it is.
         dtype: of the expanded numbers.
         mapped: leave the bytes in the file; otherwise copy them, to `device`.
-        place: the (weight, scale) to copy them to, where there is one already.
 
-    Raises (a mapped weight when used, one in memory at once):
+    Raises (when used):
         CheckpointError: a scale or a value is NaN or infinite; names the tensor.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        dtype: torch.dtype,
-        *,
-        mapped: bool,
-        device="cpu",
-        place: tuple[Tensor, Tensor] | None = None,
-    ):
+    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype, *, mapped: bool, device="cpu"):
         self.name, self.dtype, self.mapped = name, dtype, mapped
         self.shape, self.kind = checkpoint.table[name].shape, checkpoint.table[name].kind
         self.packed, self._where = name in checkpoint.packed, checkpoint.folder.name
@@ -67,13 +51,9 @@ class StoredWeight:
         if self.packed:
             self._files.append((checkpoint.owner[scale_name(name)], scale_name(name)))
             self.scale = checkpoint.packed_rows(name)[1]
-        if place is not None:
-            self.weight, self.scale = (kept.copy_(read) for kept, read in zip(place, (self.weight, self.scale), strict=True))
-        elif not mapped:
+        if not mapped:
             self.weight = self.weight.to(device, copy=True)
             self.scale = None if self.scale is None else self.scale.to(device, copy=True)
-        if self.packed and not mapped:
-            self._refuse_nan()
 
     @property
     def nbytes(self) -> int:
@@ -103,12 +83,6 @@ class StoredWeight:
         for file, name in self._files if self.mapped else ():
             file.forget(name)
 
-    def _refuse_nan(self) -> None:
-        try:
-            refuse_nan(self.weight, self.scale, self.kind)
-        except WeightValueError as error:
-            raise CheckpointError(f"{self._where}: {self.name} cannot be used: {error}") from None
-
     def _expand(self, weight: Tensor, scale: Tensor | None, device) -> Tensor:
         device = device or weight.device
         if not self.packed:
@@ -127,48 +101,21 @@ class StoredWeight:
         return f"{' x '.join(map(str, self.shape))} {form}, {'mapped' if self.mapped else 'in memory'}"
 
 
-def packed_linear(x: Tensor, stored: StoredWeight, groups: int, rounding: bool) -> Tensor:
-    """x [..., groups * in] times a stored weight [groups * out, in], a band of rows at a time: [..., groups * out].
-
-    With `rounding` x goes through FP8 in groups of 32 first.
-    """
-    rows, width = stored.shape
-    if rounding:
-        x = unpack_record(pack_record(x, MXFP8), MXFP8, x.shape[-1], x.dtype)
-    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
-    per_group = rows // groups
-    for start, stop in _bands(rows, width):
-        weight = stored.rows(start, stop, x.device).to(x.dtype)
-        first, last = start // per_group, (stop - 1) // per_group
-        for group in range(first, last + 1):  # a band may end inside a group
-            low, high = max(start, group * per_group), min(stop, (group + 1) * per_group)
-            part = x[..., group * width : (group + 1) * width]
-            out[..., low:high] = F.linear(part, weight[low - start : high - start])
-    stored.forget()
-    return out
-
-
-def _bands(rows: int, width: int):
-    step = max(BAND_ELEMENTS // width // BLOCK, 1) * BLOCK
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
 class StoredEmbedding(nn.Module):
     """`model.layers.Embedding` over a stored weight. `weight` is empty: it says where results go."""
 
-    def __init__(self, stored: StoredWeight, device, backend: Backend):
+    def __init__(self, stored: StoredWeight, device):
         super().__init__()
-        self.stored, self.backend = stored, backend
+        self.stored = stored
         stored.expect_rows_at_random()
         self.register_buffer("weight", torch.empty(0, stored.shape[1], dtype=stored.dtype, device=device), False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] ids to [..., width]."""
-        return self.backend.gather(self.stored, ids)
+        return self.stored.gather(ids)
 
     def extra_repr(self) -> str:
-        return f"{self.stored!r}, read by {self.backend.reader(self.stored)}"
+        return repr(self.stored)
 
 
 class StoredLinear(nn.Module):
@@ -178,65 +125,43 @@ class StoredLinear(nn.Module):
     model did (V4.1 architecture 6.5); the grouped product is never rounded.
     """
 
-    def __init__(
-        self,
-        stored: StoredWeight,
-        backend: Backend,
-        *,
-        groups: int = 1,
-        widened: bool = False,
-        activation_rounding: bool = False,
-    ):
+    def __init__(self, stored: StoredWeight, *, groups: int = 1, widened: bool = False, activation_rounding=False):
         super().__init__()
-        self.stored, self.backend, self.groups, self.widened = stored, backend, groups, widened
+        self.stored, self.groups, self.widened = stored, groups, widened
         self.activation_rounding = activation_rounding and stored.packed and groups == 1
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], or [..., G * in] to [..., G * out]."""
+        rows, width = self.stored.shape
+        if self.activation_rounding:
+            x = unpack_record(pack_record(x, MXFP8), MXFP8, x.shape[-1], x.dtype)
         x = wide(x) if self.widened else x
-        return self.backend.packed_linear(x, self.stored, self.groups, self.activation_rounding)
+        out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
+        per_group = rows // self.groups
+        for start, stop in _bands(rows, width):
+            weight = self.stored.rows(start, stop, x.device).to(x.dtype)
+            first, last = start // per_group, (stop - 1) // per_group
+            for group in range(first, last + 1):  # a band may end inside a group
+                low, high = max(start, group * per_group), min(stop, (group + 1) * per_group)
+                part = x[..., group * width : (group + 1) * width]
+                out[..., low:high] = F.linear(part, weight[low - start : high - start])
+        self.stored.forget()
+        return out
 
     def extra_repr(self) -> str:
-        rounding = f"groups={self.groups}, activation_rounding={self.activation_rounding}"
-        return f"{self.stored!r}, {rounding}, read by {self.backend.reader(self.stored)}"
+        return f"{self.stored!r}, groups={self.groups}, activation_rounding={self.activation_rounding}"
 
 
-class ExpertStack:
-    """The packed routed experts of one layer, each of their matrices in one tensor, so that a kernel finds any of them.
-
-    `w1`, `w3` and `w2` are (codes uint8 [experts, out, in / 2], scales uint8 [experts, out, in / 32]). The experts'
-    own layers are views of these. `activation_rounding` as of `StoredLinear`.
-    """
-
-    MATRICES = ("w1", "w3", "w2")
-
-    def __init__(self, experts: int, hidden: int, inner: int, *, activation_rounding: bool, device):
-        self.activation_rounding = activation_rounding
-        for name in self.MATRICES:
-            out, width = (hidden, inner) if name == "w2" else (inner, hidden)
-            planes = (
-                torch.empty(experts, out, columns, dtype=torch.uint8, device=device)
-                for columns in (width // NIBBLES, -(-width // BLOCK))
-            )
-            setattr(self, name, tuple(planes))
-
-    def place(self, expert: int, matrix: str) -> tuple[Tensor, Tensor]:
-        """Where the codes and scales of one expert's matrix lie."""
-        codes, scales = getattr(self, matrix)
-        return codes[expert], scales[expert]
-
-
-def store(
-    module: nn.Module, stored: StoredWeight, device, backend: Backend, activation_rounding: bool = False
-) -> nn.Module:
-    """The layer that takes the place of `module`, one of `STORABLE`.
-
-    Raises:
-        BackendError: the backend cannot compute with this weight.
-    """
-    backend.check_stored(stored)
+def store(module: nn.Module, stored: StoredWeight, device, activation_rounding: bool = False) -> nn.Module:
+    """The layer that takes the place of `module`, one of `STORABLE`."""
     if isinstance(module, Embedding):
-        return StoredEmbedding(stored, device, backend)
+        return StoredEmbedding(stored, device)
     if isinstance(module, GroupedLinear):
-        return StoredLinear(stored, backend, groups=module.groups)
-    return StoredLinear(stored, backend, widened=module.widened, activation_rounding=activation_rounding)
+        return StoredLinear(stored, groups=module.groups)
+    return StoredLinear(stored, widened=module.widened, activation_rounding=activation_rounding)
+
+
+def _bands(rows: int, width: int):
+    step = max(BAND_ELEMENTS // width // BLOCK, 1) * BLOCK
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

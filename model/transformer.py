@@ -36,7 +36,7 @@ from model.rope import frequencies
 from model.step import Step
 
 EXACT = "exact"
-SMALL = 2**26  # parameters of a model that keeps float64 copies of its float32 weights
+SMALL = 2**16  # numbers of a float32 weight that is also kept in float64; larger ones are widened as fast as read
 
 
 class InputError(ValueError):
@@ -128,10 +128,9 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, plan, self.backend, **options) for plan in self.plans)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
-        small = sum(parameter.numel() for parameter in self.parameters()) <= SMALL
         for module in self.modules():
             if isinstance(module, Weighted):
-                module.keeps_copy = small
+                module.keeps_copy = module.weight.numel() <= SMALL
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)
@@ -341,7 +340,9 @@ class Transformer(nn.Module):
 
     def _logits(self, h: Tensor, pre: Tensor, step: Step, last: bool) -> Tensor:
         x = self.norm(self.backend.collapse(h, pre))
-        if last:
+        if last and step.rows == 1:
+            x = x[:, 0]
+        elif last:
             row = torch.tensor([max(c - 1, 0) for c in step.count], device=self.device)
             x = x[torch.arange(step.batch, device=self.device), row]
         return self.head(x).to(wide_dtype(self.dtype))

@@ -12,7 +12,6 @@ and overflow are errors, never numbers. Source: V4.1 architecture, 6.1, 6.3, 6.4
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
@@ -50,13 +49,13 @@ def unpack(weight: torch.Tensor, scale: torch.Tensor, kind: str, out: torch.Tens
         weight: uint8 [rows, width], or [rows, width / 2] for `fp4`.
         scale: uint8 [ceil(rows / 32), ceil(width / 32)] for `fp8`, [rows, ceil(width / 32)] otherwise.
         kind: `fp8`, `fp4` or `table`.
-        out: where to write; by default a new float32 tensor [rows, width] beside the weight. Another dtype rounds once.
+        out: where to write; by default a new float32 tensor [rows, width]. Another dtype rounds once.
 
     Raises:
         WeightValueError: a scale or a value is NaN, or a product overflows.
     """
     rows, width = weight.shape[0], weight.shape[1] * (2 if kind == "fp4" else 1)
-    out = torch.empty(rows, width, dtype=torch.float32, device=weight.device) if out is None else out
+    out = torch.empty(rows, width, dtype=torch.float32) if out is None else out
     step = max(_ROWS_AT_ONCE // max(width, 1) // BLOCK, 1) * BLOCK
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -72,21 +71,6 @@ def unpack(weight: torch.Tensor, scale: torch.Tensor, kind: str, out: torch.Tens
             raise WeightValueError(f"its value at [{start + row}, {column}] is not finite")
         out[start:stop].copy_(values)
     return out
-
-
-def refuse_nan(weight: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
-    """Reads the bytes of a quantised weight, shapes as of `unpack`, and expands it only where there is reason to.
-
-    Raises:
-        WeightValueError: as `unpack` would.
-    """
-    largest = E2M1_MAX if kind == "fp4" else E4M3_MAX
-    safe = SCALE_BIAS + 127 - math.ceil(math.log2(largest))  # the largest scale that no code takes past float32
-    suspect = scale.numel() > 0 and int(scale.max()) > safe
-    if kind != "fp4":
-        suspect = suspect or any(bool(((part & 127) == 127).any()) for part in weight.split(_ROWS_AT_ONCE))
-    if suspect:
-        unpack(weight, scale, kind)
 
 
 def pack(values: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
