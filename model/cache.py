@@ -9,8 +9,9 @@
 
 After n tokens `nbytes()` is `flashsim.kv_cache` of n tokens, to the byte. That is what is *stored*; `reserved_nbytes()`
 is what the tensors take: room to grow, and `rollback` more places in each ring, so that a rejected suffix can be taken
-back although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither;
-Engram and replay read them. Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
+back although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither, as
+in every published total; Engram reads the last few of them (`history_nbytes()`), replay all.
+Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flashsim.config import V41Config
-from flashsim.kv_cache import index_record, main_record, window_record
+from flashsim.kv_cache import HISTORY_RECORD_BYTES, index_record, main_record, window_record
 from flashsim.schedule import layer_plan
+from model.memory import MODEST, require
 from model.quant import Codec
 from model.step import Step
 
@@ -117,23 +119,24 @@ class Cache:
         cache_rounding: bool = True,
         rollback: int = ROLLBACK,
     ):
-        if batch_size < 1:
-            raise CacheError(f"batch_size is {batch_size}; accepted: a whole number from 1")
-        if rollback < 0:
-            raise CacheError(f"rollback is {rollback}; accepted: a whole number of tokens from 0")
+        for name, value, low in (("batch_size", batch_size, 1), ("capacity", capacity, 0), ("rollback", rollback, 0)):
+            if type(value) is not int or value < low:
+                raise CacheError(f"{name} is {value!r}; accepted: a whole number from {low}")
         self.config, self.batch_size, self.device = config, batch_size, torch.device(device)
         self.dtype, self.cache_rounding, self.rollback = dtype, cache_rounding, rollback
         self.main_codec, self.key_codec, self.window_codec = (
             Codec(record(config), rounding=cache_rounding, dtype=dtype)
             for record in (main_record, index_record, window_record)
         )
+        plans, size = layer_plan(config), config.sliding_window + rollback
+        self.ratios = [plan.compress_ratio for plan in plans if plan.owns_kv]
+        self._require(batch_size * len(plans) * size * self.window_codec.nbytes + self.room_nbytes(capacity))
         self.lengths, self.frozen = [0] * batch_size, [0] * batch_size
         self.tokens = torch.zeros(batch_size, 0, dtype=torch.int64, device=self.device)
         self.images = torch.zeros(batch_size, 0, dtype=torch.bool, device=self.device)
-        size = config.sliding_window + rollback
         self.windows: dict[int, Ring] = {}
         self.sources: dict[int, Source] = {}
-        for plan in layer_plan(config):
+        for plan in plans:
             rows = torch.zeros(batch_size, size, self.window_codec.nbytes, dtype=torch.uint8, device=self.device)
             self.windows[plan.layer] = Ring(rows)
             if plan.owns_kv:
@@ -148,10 +151,21 @@ class Cache:
         there = self.tokens.shape[1]
         if tokens > there:
             more = max(tokens, 2 * there) - there
+            self._require(self.room_nbytes(there + more))
             self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(self.batch_size, more)), dim=1)
             self.images = torch.cat((self.images, self.images.new_zeros(self.batch_size, more)), dim=1)
         for source in self.sources.values():
             source.grow(tokens)
+
+    def room_nbytes(self, tokens: int) -> int:
+        """Bytes that room for so many tokens of every sequence takes: token ids, entries, index keys."""
+        records = self.main_codec.nbytes + self.key_codec.nbytes
+        entries = sum(tokens // ratio for ratio in self.ratios)
+        return self.batch_size * (tokens * HISTORY_RECORD_BYTES + entries * records)
+
+    def _require(self, needed: int) -> None:
+        if needed > MODEST:
+            require(f"a cache with room for a batch of {self.batch_size:,}", needed, self.device)
 
     def begin(self, step: Step, ids: Tensor, images: Tensor | None) -> None:
         """Take in the token ids [B, S] of a step, before the layers run."""
@@ -198,6 +212,16 @@ class Cache:
                 name = row[keys[by]] if by else None
                 sums[name] = sums.get(name, 0) + row[3].nbytes
         return sums if by else sum(sums.values())
+
+    def history_nbytes(self, sequence: int | None = None) -> int:
+        """Bytes of the token history that Engram reads, of one sequence or of all: `flashsim.token_history_bytes`."""
+        reach = self.config.engram_max_ngram_size - 1 if self.config.engram_layer_ids else 0
+        total = 0
+        for b in range(self.batch_size) if sequence is None else (sequence,):
+            end = self.lengths[b]
+            places = slice(max(end - reach, 0), end)
+            total += self.tokens[b, places].nbytes + self.images[b, places].nbytes
+        return total
 
     def reserved_nbytes(self) -> int:
         """Bytes that the tensors of records take, used or not."""

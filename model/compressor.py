@@ -20,7 +20,7 @@ from flashsim.config import V41Config
 from model.cache import Cache, Source
 from model.layers import Linear, RMSNorm
 from model.quant import Codec
-from model.rope import rotate, turns
+from model.rope import frequencies, rotate, turns
 from model.step import Step
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ class Compressor(nn.Module):
             if groups.number == 0:
                 return None
             value, gate = groups.take(rows).unbind(dim=3)
+        frequency = frequencies(self.config, True, step.device)
         latent, records = self.backend.compress(
-            value, gate, self.norm, step.frequency(True), groups.first, x.dtype, cache.main_codec
+            value, gate, self.norm, frequency, groups.first, x.dtype, cache.main_codec
         )
         groups.write(source.entries, records)
         return latent, groups

@@ -25,7 +25,7 @@ from model.compressor import Groups
 from model.flop_counter import label
 from model.layers import Linear, RMSNorm, wide, wide_dtype
 from model.quant import Codec
-from model.rope import rotate, turns
+from model.rope import frequencies, rotate, turns
 from model.step import Step
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class Indexer(nn.Module):
 
     def add_keys(self, latent: Tensor, groups: Groups, step: Step, cache: Cache, source: Source) -> None:
         """Append the keys of latents [B, G, W], which are neither rotated nor rounded."""
+        frequency = frequencies(self.config, True, step.device)
         position = (groups.first.unsqueeze(1) + torch.arange(groups.number, device=step.device)) * source.ratio
-        turn = step.once(("group turn", source.ratio), lambda: turns(position, step.frequency(True)))
+        turn = step.once(("group turn", source.ratio), lambda: turns(position, frequency))
         keys = rotate(self.k_norm(self.wk(latent)), turn)
         groups.write(source.keys, self.backend.pack(keys, cache.key_codec))
 

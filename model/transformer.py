@@ -30,6 +30,7 @@ from model.cache import ROLLBACK, Cache, CacheError
 from model.engram import Engram
 from model.explain import Explanation, explain
 from model.layers import Embedding, Linear, RMSNorm, Weighted, wide_dtype
+from model.memory import MODEST, require
 from model.moe import MoE
 from model.replay import Replay, replay
 from model.rope import frequencies
@@ -190,8 +191,9 @@ class Transformer(nn.Module):
 
         Raises:
             InputError: ids of another shape, type or range; too many tokens; no compressed ids for Engram.
+            MemoryError: more sequences or tokens than fit the memory that is free.
         """
-        cache, step, ids = self._begin(ids, cache, lengths, images)
+        cache, step, ids = self._begin(ids, cache, lengths, images, whole=not last)
         with torch.inference_mode():
             h, pre, _ = self._run(ids, step, cache, images, step.start)
             logits = self._logits(h, pre, step, last)
@@ -218,14 +220,14 @@ class Transformer(nn.Module):
             progress: called with (tokens done, tokens in all) after each chunk.
 
         Raises:
-            InputError: as `forward`, and a tail or chunk below 1.
+            InputError, MemoryError: as `forward`; InputError also for a tail or chunk below 1.
         """
         for name, value in (("tail", tail), ("chunk", chunk)):
             good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
             if not good and not (name == "tail" and value == EXACT):
                 accepted = "a whole number from 1" + (f", {EXACT!r} or None" if name == "tail" else " or None")
                 raise InputError(f"{name} is {value!r}; accepted: {accepted}")
-        cache, step, ids = self._begin(ids, cache, lengths, images)
+        cache, step, ids = self._begin(ids, cache, lengths, images, chunk)
         rows = self.tail_rows() if tail == EXACT else tail
         if rows is None or self.boundary is None:
             first = step.start
@@ -287,7 +289,7 @@ class Transformer(nn.Module):
 
     # --- parts --------------------------------------------------------------------------------------------------
 
-    def _begin(self, ids, cache, lengths, images) -> tuple[Cache, Step, Tensor]:
+    def _begin(self, ids, cache, lengths, images, chunk=None, whole=False) -> tuple[Cache, Step, Tensor]:
         ids = torch.as_tensor(ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InputError(
@@ -317,6 +319,7 @@ class Transformer(nn.Module):
         )
         if longest > limit:
             raise InputError(f"{longest} tokens in a sequence; accepted: max_position_embeddings, {limit}")
+        self._require(batch, min(chunk or rows, rows), rows if whole else 1)
         if images is not None and (
             images.shape[:1] != ids.shape[:1] or images.shape[1] < rows or images.dtype != torch.bool
         ):
@@ -327,7 +330,21 @@ class Transformer(nn.Module):
                     "token_map is missing: Engram needs the compressed ids of the tokenizer (set_token_map)"
                 )
             self.token_map = self.token_map.to(self.device)
+        cache.reserve(longest)
         return cache, Step(self.config, list(cache.lengths), count, self.device), ids
+
+    def _require(self, batch: int, rows: int, logits: int) -> None:
+        """Memory for the widest place of a layer, streams before and after and queries, and for rows of logits.
+
+        Raises:
+            MemoryError: it is not free.
+        """
+        config, size = self.config, self.backend.arithmetic(self.dtype, self.device).itemsize
+        width = 2 * config.hc_mult * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
+        needed = batch * (rows * width * size + logits * config.vocab_size * 4)
+        if needed > MODEST:
+            hint = "; fewer sequences or tokens at a time take less, as prefill(chunk=) does"
+            require(f"a step of {batch:,} x {rows:,} tokens", needed, self.device, hint)
 
     def _embed(self, ids: Tensor, cache: Cache, step: Step, images: Tensor | None) -> tuple[Tensor, Tensor]:
         cache.begin(step, ids, images)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import model.cache
+import model.transformer
 from flashsim.config import load_config
-from flashsim.kv_cache import kv_cache
+from flashsim.kv_cache import kv_cache, token_history_bytes
 from flashsim.schedule import layer_plan
+from model import memory
 from model.cache import Cache, CacheError
 from model.step import Step
 
@@ -32,6 +35,7 @@ def test_bytes_equal_the_prediction_for_every_length(name):
         assert cache.nbytes() == predicted.total()
         for key in ("component", "layer", "tier"):
             assert cache.nbytes(by=key) == predicted.by(key), (n, key)
+        assert cache.history_nbytes() == token_history_bytes(config, n)  # 27 bytes from the third token on, or none
 
 
 def test_bytes_of_the_release():
@@ -168,5 +172,33 @@ def test_a_cache_of_another_model_is_refused(tiny, make_model, ids):
         tiny(ids[:, :3], cache=tiny.new_cache(1))
     with pytest.raises(CacheError, match="by is 'size'"):
         tiny.new_cache(1).nbytes(by="size")
-    with pytest.raises(CacheError, match="batch_size is 0"):
-        tiny.new_cache(0)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 1.5}, {"capacity": -1}, {"rollback": True}])
+def test_a_cache_of_no_size(tiny, options):
+    ((name, value),) = options.items()
+    with pytest.raises(CacheError, match=f"{name} is {value}; accepted: a whole number from"):
+        tiny.new_cache(**options)
+
+
+def test_what_does_not_fit_memory(tiny, ids, monkeypatch):
+    """Said before anything is allocated, and the cache is as it was. Without `_require` these end in the allocator."""
+    text = r"a cache with room for a batch of 1,000,000,000 needs 8,448,000,000,000 bytes .*, cpu has .* free"
+    with pytest.raises(MemoryError, match=text):
+        tiny.new_cache(10**9)
+    with pytest.raises(MemoryError, match="a cache with room for a batch of 2 needs"):
+        tiny.new_cache(2, capacity=10**12)
+    cache = tiny.new_cache(2, capacity=5)
+    tiny(ids[:, :5], cache=cache)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
+    for module in (model.cache, model.transformer):
+        monkeypatch.setattr(module, "MODEST", 0)
+    with pytest.raises(MemoryError, match=r"a step of 2 x 60 tokens needs .*; fewer sequences or tokens at a time"):
+        tiny(ids[:, :60], cache=cache)
+    with pytest.raises(MemoryError, match="a step of 2 x 60 tokens needs"):
+        tiny.prefill(ids[:, :60], cache)
+    with pytest.raises(MemoryError, match="a batch of 2 needs"):
+        tiny.prefill(ids[:, :295], cache, chunk=1)  # the step fits, the cache does not
+    assert cache.lengths == [5, 5]
+    monkeypatch.undo()
+    assert torch.equal(tiny(ids[:, 5:6], cache=cache), tiny(ids[:, :6])[:, 5:])
