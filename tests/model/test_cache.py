@@ -201,4 +201,4 @@ def test_what_does_not_fit_memory(tiny, ids, monkeypatch):
         tiny.prefill(ids[:, :295], cache, chunk=1)  # the step fits, the cache does not
     assert cache.lengths == [5, 5]
     monkeypatch.undo()
-    assert torch.equal(tiny(ids[:, 5:6], cache=cache), tiny(ids[:, :6])[:, 5:])
+    assert (tiny(ids[:, 5:6], cache=cache) - tiny(ids[:, :6])[:, 5:]).abs().max() < 1e-12
