@@ -257,9 +257,10 @@ class Cache:
             if not 0 <= wanted <= self.lengths[b]:
                 raise CacheError(f"length {wanted} of sequence {b}; accepted: 0 to its {self.lengths[b]} tokens")
             if wanted and not self._can_go_back(b, wanted):
+                least = next(n for n in range(wanted, self.lengths[b] + 1) if self._can_go_back(b, n))
                 raise CacheError(
-                    f"length {wanted} of sequence {b} takes back {self.lengths[b] - wanted} tokens; accepted: at most "
-                    f"rollback, {self.rollback}, or prefix({wanted}) and a replay"
+                    f"length {wanted} of sequence {b}, whose windows go back to length {least}; accepted: from there "
+                    f"on, or prefix({wanted}) and a replay"
                 )
         for b, wanted in enumerate(lengths):
             self.lengths[b], self.frozen[b] = wanted, min(self.frozen[b], wanted)
@@ -377,21 +378,13 @@ class Cache:
             raise CacheError(f"{path} is no cache file: {error}") from None
         if not isinstance(about, dict):
             raise CacheError(f"{path} is no cache file: its header has no entry {HEADER}")
-        fields = json.loads(json.dumps(config.to_dict()))
-        if about["config"] != fields:
-            wrong = sorted(k for k in {**about["config"], **fields} if about["config"].get(k) != fields.get(k))
+        fields, saved = json.loads(json.dumps(config.to_dict())), about.get("config")
+        if saved != fields:
+            saved = saved if isinstance(saved, dict) else {}
+            wrong = sorted(k for k in {**saved, **fields} if saved.get(k) != fields.get(k))
             raise CacheError(f"{path} was saved for another config: {', '.join(wrong)} differ")
-        lengths = about["lengths"]
-        cache = cls(
-            config,
-            len(lengths),
-            capacity=max(lengths),
-            dtype=getattr(torch, about["dtype"]),
-            device=device,
-            cache_rounding=about["cache_rounding"],
-            rollback=about["rollback"],
-        )
-        cache.lengths, cache.frozen = lengths, about["frozen"]
+        cache = cls._described(about, config, device, path)
+        lengths = cache.lengths
         for b, length in enumerate(lengths):
             _fill(cache.tokens[b, :length], tensors, f"{b}.tokens", path)
             _fill(cache.images[b, :length], tensors, f"{b}.images", path)
@@ -399,7 +392,6 @@ class Cache:
                 _fill(source.entries[b, : length // source.ratio], tensors, f"{b}.{layer}.main_kv", path)
                 _fill(source.keys[b, : length // source.ratio], tensors, f"{b}.{layer}.index_key", path)
             for name, ring in cache._named_rings():
-                ring.first, ring.end = about["rings"][name]
                 low, high = max(ring.first[b], ring.end[b] - ring.size), ring.end[b]
                 rows = ring.in_order(b, low, high)
                 _fill(rows, tensors, f"{b}.{name}", path)
@@ -407,6 +399,39 @@ class Cache:
         if tensors:
             raise CacheError(f"{path} has tensors that this cache has not: {', '.join(sorted(tensors)[:5])}")
         return cache
+
+    @classmethod
+    def _described(cls, about: dict, config: V41Config, device: torch.device | str, path: str | Path) -> Cache:
+        """An empty cache as the header of a file describes it, which a stranger may have written."""
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+        lengths, dtype = about.get("lengths"), about.get("dtype")
+        if not _whole(lengths) or not lengths or max(lengths) > config.max_position_embeddings:
+            accepted = f"numbers of tokens up to {config.max_position_embeddings}"
+            raise CacheError(f"{path}: lengths is {lengths}; accepted: {accepted}")
+        if not isinstance(dtype, str) or dtype not in dtypes:
+            raise CacheError(f"{path}: dtype is {dtype!r}; accepted: {', '.join(dtypes)}")
+        if not isinstance(about.get("cache_rounding"), bool):
+            raise CacheError(f"{path}: cache_rounding is {about.get('cache_rounding')!r}; accepted: true, false")
+        options = {"dtype": dtypes[dtype], "cache_rounding": about["cache_rounding"], "rollback": about.get("rollback")}
+        cache = cls(config, len(lengths), capacity=max(lengths), device=device, **options)
+        cache.lengths, cache.frozen = lengths, about.get("frozen")
+        if not _whole(cache.frozen, len(lengths)):
+            raise CacheError(f"{path}: frozen is {cache.frozen}; accepted: one number for each sequence")
+        rings = about.get("rings") if isinstance(about.get("rings"), dict) else {}
+        for name, ring in cache._named_rings():
+            ends = rings.get(name)
+            if not isinstance(ends, list) or len(ends) != 2 or not all(_whole(side, len(lengths)) for side in ends):
+                raise CacheError(f"{path}: rings.{name} is {ends}; accepted: where each sequence begins and ends")
+            ring.first, ring.end = ends
+            if any(not first <= end <= n for first, end, n in zip(*ends, lengths, strict=True)):
+                raise CacheError(f"{path}: rings.{name} is {ends}; accepted: positions of {lengths} tokens, in order")
+        return cache
+
+
+def _whole(values, number: int | None = None) -> bool:
+    """Whether this is a list of whole numbers from 0, of so many."""
+    good = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return good and number in (None, len(values))
 
 
 def _fill(place: Tensor, tensors: dict[str, Tensor], name: str, path: str | Path) -> None:

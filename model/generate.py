@@ -232,7 +232,7 @@ class Generation:
         self.cache = self.model.new_cache(capacity=len(self.ids) + self.max_new_tokens)
         tail = options["tail"]
         logits = self.model.prefill(prompt, self.cache, tail=tail, chunk=options["chunk"], progress=options["progress"])
-        rows = self.model.tail_rows() if tail == EXACT else tail
+        rows = self.model.tail_rows(self.cache.rollback) if tail == EXACT else tail
         self.statistics.decoder_rows = len(self.ids) if rows is None else min(rows, len(self.ids))
         return logits
 

@@ -39,14 +39,19 @@ def _yarn(plain: Tensor, theta: float, width: int, scaling: dict) -> Tensor:
     missing = [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]
     if missing:
         raise ConfigError("rope_scaling", scaling, f"an object with {' and '.join(missing)}")
+    scaling = {"beta_fast": 32, "beta_slow": 1} | scaling
+    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        value = scaling[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"rope_scaling.{key}", value, "a finite number above 0")
     original = scaling["original_max_position_embeddings"]
 
     def pair(rotations: float) -> float:
         """The pair that turns so many times within the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair(scaling.get("beta_slow", 1))), width - 1)
+    low = max(math.floor(pair(scaling["beta_fast"])), 0)
+    high = min(math.ceil(pair(scaling["beta_slow"])), width - 1)
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 

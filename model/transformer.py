@@ -215,7 +215,7 @@ class Transformer(nn.Module):
         Args:
             tail: rows of each prompt that go through the decoder half. A number: the last so many, whose windows there
                 begin with them (bounded; 128 in the trained model). `exact`: as many as it takes for the last logits
-                and all windows to be those of a full forward. None: all.
+                and all windows to be those of a full forward, also after taking back `rollback` tokens. None: all.
             chunk: tokens of a prompt that run at a time; all by default.
             progress: called with (tokens done, tokens in all) after each chunk.
 
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
                 accepted = "a whole number from 1" + (f", {EXACT!r} or None" if name == "tail" else " or None")
                 raise InputError(f"{name} is {value!r}; accepted: {accepted}")
         cache, step, ids = self._begin(ids, cache, lengths, images, chunk)
-        rows = self.tail_rows() if tail == EXACT else tail
+        rows = self.tail_rows(cache.rollback) if tail == EXACT else tail
         if rows is None or self.boundary is None:
             first = step.start
         else:
@@ -280,12 +280,15 @@ class Transformer(nn.Module):
         """What each layer does, reads and writes with `context` tokens visible, see `model.explain`."""
         return explain(self, context)
 
-    def tail_rows(self) -> int | None:
-        """Rows W + (R - 1)(W - 1) that make the tail exact, R the layers after the one that ends the encoder half."""
+    def tail_rows(self, rollback: int = 0) -> int | None:
+        """Rows W + (R - 1)(W - 1) that make the tail exact, R the layers after the one that ends the encoder half.
+
+        With `rollback` more, it is exact for each of so many last tokens.
+        """
         if self.boundary is None:
             return None
         after, window = self.config.num_hidden_layers - self.boundary - 1, self.config.sliding_window
-        return window + (after - 1) * (window - 1) if after else 1
+        return rollback + (window + (after - 1) * (window - 1) if after else 1)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

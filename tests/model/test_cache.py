@@ -1,7 +1,11 @@
 """The packed cache: bytes equal to `flashsim.kv_cache`, forks, truncation, files, and what bad input gets."""
 
+import json
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import model.cache
 import model.transformer
@@ -9,7 +13,7 @@ from flashsim.config import load_config
 from flashsim.kv_cache import kv_cache, token_history_bytes
 from flashsim.schedule import layer_plan
 from model import memory
-from model.cache import Cache, CacheError
+from model.cache import HEADER, Cache, CacheError
 from model.step import Step
 
 CONFIGS = ["tiny", "mini", "tests/data/golden/a32", "tests/data/golden/c32"]
@@ -113,7 +117,11 @@ def test_truncate_to_nothing(tiny, ids):
 def test_truncating_beyond_what_rings_hold_is_an_error(tiny, ids):
     cache = tiny.new_cache(1)
     tiny(ids[:1, :60], cache=cache)
-    for wanted, text in ((40, "at most rollback, 8"), (61, "0 to its 60 tokens"), (-1, "0 to its 60")):
+    for wanted, text in (
+        (40, "go back to length 52; accepted: from there on, or prefix"),
+        (61, "0 to its 60 tokens"),
+        (-1, "0 to its 60"),
+    ):
         with pytest.raises(CacheError, match=text):
             cache.truncate(wanted)
     assert cache.lengths == [60]
@@ -160,6 +168,40 @@ def test_files_that_are_no_cache(tiny, ids, tmp_path):
     raw = path.read_bytes()
     path.write_bytes(raw[:-10])
     with pytest.raises(CacheError, match="is no cache file"):
+        Cache.load(path, tiny.config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lengths", None),
+        ("lengths", []),
+        ("lengths", [-1]),
+        ("lengths", [10**12]),
+        ("lengths", ["9"]),
+        ("frozen", [0, 0]),
+        ("dtype", "load"),
+        ("dtype", 3),
+        ("cache_rounding", "no"),
+        ("rollback", -1),
+        ("rings", {}),
+        ("rings", {"0.window_kv": [[9], [3]]}),
+        ("rings", {"0.window_kv": [[0], [900]]}),
+        ("config", 7),
+    ],
+)
+def test_a_header_that_lies(tiny, ids, tmp_path, field, value):
+    """The header of a cache file is believed in nothing: each lie is named, none is an error of Python's."""
+    path, cache = tmp_path / "cache.safetensors", tiny.new_cache(1)
+    tiny(ids[:1, :9], cache=cache)
+    cache.save(path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()[HEADER])
+    if isinstance(value, dict) and value:
+        value = about["rings"] | value
+    save_file(tensors, path, metadata={HEADER: json.dumps(about | {field: value})})
+    with pytest.raises(CacheError, match=field):
         Cache.load(path, tiny.config)
 
 
