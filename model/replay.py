@@ -7,7 +7,7 @@ that begin at the first of them, and read the stored entries instead of writing 
 | mode | rows before P that run again | result |
 | --- | --- | --- |
 | `cold` | all P, nothing stored is used | the reference |
-| `exact` | W - 1 for every layer, and `rollback`: what the first rows lack is out of sight where it counts | equal to cold |
+| `exact` | W - 1 for every layer, and `rollback`: what the first rows lack is out of sight | equal to cold |
 | `bounded` | the last `sliding_window` | what the trained model was made for, and not equal |
 
 The rows of the decoder half are those of the prompt's tail, exact or `sliding_window` many (`Transformer.prefill`).
@@ -81,9 +81,7 @@ def first_row(model: Transformer, prefix: int, prompt: int, mode: str, rollback:
     else:
         encoder = layers if model.boundary is None else model.boundary
         prompt -= rollback
-        entries = (
-            min(prefix, prompt) - (max(ratios) - 1) - encoder * (window - 1)
-        )  # new entries and open groups are exact
+        entries = min(prefix, prompt) - max(ratios) + 1 - encoder * (window - 1)  # new ones and open groups are exact
         start = min(entries, prompt - 1 - layers * (window - 1))  # the windows and the last row are exact
     step = math.lcm(*ratios)
     return max(start, 0) // step * step
