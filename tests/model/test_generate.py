@@ -309,6 +309,10 @@ def test_command_reads_standard_input(capsys, monkeypatch):
         (["--random", "tiny", "--prompt", "x", "--chunk", "0"], "chunk is 0"),
         (["--random", "tiny", "--prompt", "x", "--backend", "cuda"], "backend is 'cuda'"),
         (["--random", "tiny", "--prompt", "x", "--thinking", "--effort", "101"], "effort is 101"),
+        (["--random", "tiny", "--prompt", "x", "--effort", "low"], "effort is 'low'; accepted: with --thinking"),
+        (["--random", "tiny", "--prompt", "x", "--top-p", "0.9"], "top_p is 0.9; accepted: with a --temperature"),
+        (["--random", "tiny", "--prompt", "x", "--replay", "cold"], "replay is 'cold'; accepted: with --prefix"),
+        (["--random", "tiny", "--prompt", "xy", "--prefix", "1", "--tail", "8"], "tail is '8'; accepted: without"),
     ],
 )
 def test_command_says_what_is_wrong_in_one_line(capsys, arguments, pattern):
