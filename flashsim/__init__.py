@@ -14,7 +14,7 @@ from flashsim.claims import Claim, check_claims
 from flashsim.config import PRESETS, Config, load_config
 from flashsim.flops import WEIGHTS, crossing, decode_flops, prefill_flops, prefill_flops_per_token
 from flashsim.formats import BlockFormat, Layout, LayoutError, Record
-from flashsim.kv_cache import ParallelError, kv_bytes_per_token, kv_cache, kv_reserved
+from flashsim.kv_cache import ParallelError, kv_bytes_per_token, kv_cache, kv_reserved, token_history_bytes
 from flashsim.ladder import ladder
 from flashsim.params import parameters
 from flashsim.persistent import persistent_cache
@@ -54,6 +54,7 @@ __all__ = [
     "persistent_cache",
     "prefill_flops",
     "prefill_flops_per_token",
+    "token_history_bytes",
 ]
 
 __version__ = "0.1.0"

@@ -789,7 +789,7 @@ def _dispatch(data: dict[str, Any], name: str) -> Config:
     if isinstance(data.get("text_config"), Mapping):
         nested = dict(data["text_config"])
         outer, inner = data.get("model_type"), nested.get("model_type")
-        if outer in _BY_TYPE and inner is not None and inner not in (outer, f"{outer}_text"):
+        if isinstance(outer, str) and outer in _BY_TYPE and inner is not None and inner not in (outer, f"{outer}_text"):
             raise ConfigError("text_config.model_type", inner, f"{outer} or {outer}_text, as the file's model_type")
         known = {field.name for family in FAMILIES for field in dataclasses.fields(family)} - {"model_type", "name"}
         for key in sorted((known | set(_MECHANISM_FIELDS)) & set(data)):

@@ -146,6 +146,29 @@ def kv_bytes_per_token(config: Config, *, layout: Layout | str | Mapping | None 
     return kv_cache(config, 1, layout=layout).per_token_bytes()
 
 
+HISTORY_RECORD_BYTES = 8 + 1
+"""One place of the token history: an int64 id, and a byte that says whether it stands inside an image span."""
+
+
+def token_history_bytes(config: Config, context: int) -> int:
+    """Bytes of the token history that Engram needs of a sequence of `context` tokens, constant once it is long enough.
+
+        HISTORY_RECORD_BYTES * min(N, engram_max_ngram_size - 1)          where there are Engram layers, else 0
+
+    One history serves all Engram layers. It is not part of `kv_cache`: ids are the request itself, every server has
+    them anyway, and no published total counts them.
+
+    Source: DeepSeek-V4.1-Flash reference code, Engram: a hash of the newest token and the n-gram before it.
+
+    >>> from flashsim.config import load_config
+    >>> token_history_bytes(load_config("v4.1-flash"), 1_000_000)
+    27
+    """
+    if not isinstance(config, V41Config) or not config.engram_layer_ids:
+        return 0
+    return HISTORY_RECORD_BYTES * min(context, config.engram_max_ngram_size - 1)
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@
 
 After n tokens `nbytes()` is `flashsim.kv_cache` of n tokens, to the byte. That is what is *stored*; `reserved_nbytes()`
 is what the tensors take: room to grow, and `rollback` more places in each ring, so that a rejected suffix can be taken
-back although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither;
-Engram and replay read them. Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
+back although newer tokens have overwritten the oldest. The token ids are the request itself and counted in neither, as
+in every published total; Engram reads the last few of them (`history_nbytes()`), replay all.
+Source: V4.1 architecture 3.8, 4.4, 6.6, 9.5, 13.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flashsim.config import V41Config
-from flashsim.kv_cache import index_record, main_record, window_record
+from flashsim.kv_cache import HISTORY_RECORD_BYTES, index_record, main_record, window_record
 from flashsim.schedule import layer_plan
+from model.memory import MODEST, require
 from model.quant import Codec
 from model.step import Step
 
@@ -117,23 +119,24 @@ class Cache:
         cache_rounding: bool = True,
         rollback: int = ROLLBACK,
     ):
-        if batch_size < 1:
-            raise CacheError(f"batch_size is {batch_size}; accepted: a whole number from 1")
-        if rollback < 0:
-            raise CacheError(f"rollback is {rollback}; accepted: a whole number of tokens from 0")
+        for name, value, low in (("batch_size", batch_size, 1), ("capacity", capacity, 0), ("rollback", rollback, 0)):
+            if type(value) is not int or value < low:
+                raise CacheError(f"{name} is {value!r}; accepted: a whole number from {low}")
         self.config, self.batch_size, self.device = config, batch_size, torch.device(device)
         self.dtype, self.cache_rounding, self.rollback = dtype, cache_rounding, rollback
         self.main_codec, self.key_codec, self.window_codec = (
             Codec(record(config), rounding=cache_rounding, dtype=dtype)
             for record in (main_record, index_record, window_record)
         )
+        plans, size = layer_plan(config), config.sliding_window + rollback
+        self.ratios = [plan.compress_ratio for plan in plans if plan.owns_kv]
+        self._require(batch_size * len(plans) * size * self.window_codec.nbytes + self.room_nbytes(capacity))
         self.lengths, self.frozen = [0] * batch_size, [0] * batch_size
         self.tokens = torch.zeros(batch_size, 0, dtype=torch.int64, device=self.device)
         self.images = torch.zeros(batch_size, 0, dtype=torch.bool, device=self.device)
-        size = config.sliding_window + rollback
         self.windows: dict[int, Ring] = {}
         self.sources: dict[int, Source] = {}
-        for plan in layer_plan(config):
+        for plan in plans:
             rows = torch.zeros(batch_size, size, self.window_codec.nbytes, dtype=torch.uint8, device=self.device)
             self.windows[plan.layer] = Ring(rows)
             if plan.owns_kv:
@@ -148,10 +151,21 @@ class Cache:
         there = self.tokens.shape[1]
         if tokens > there:
             more = max(tokens, 2 * there) - there
+            self._require(self.room_nbytes(there + more))
             self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(self.batch_size, more)), dim=1)
             self.images = torch.cat((self.images, self.images.new_zeros(self.batch_size, more)), dim=1)
         for source in self.sources.values():
             source.grow(tokens)
+
+    def room_nbytes(self, tokens: int) -> int:
+        """Bytes that room for so many tokens of every sequence takes: token ids, entries, index keys."""
+        records = self.main_codec.nbytes + self.key_codec.nbytes
+        entries = sum(tokens // ratio for ratio in self.ratios)
+        return self.batch_size * (tokens * HISTORY_RECORD_BYTES + entries * records)
+
+    def _require(self, needed: int) -> None:
+        if needed > MODEST:
+            require(f"a cache with room for a batch of {self.batch_size:,}", needed, self.device)
 
     def begin(self, step: Step, ids: Tensor, images: Tensor | None) -> None:
         """Take in the token ids [B, S] of a step, before the layers run."""
@@ -199,6 +213,16 @@ class Cache:
                 sums[name] = sums.get(name, 0) + row[3].nbytes
         return sums if by else sum(sums.values())
 
+    def history_nbytes(self, sequence: int | None = None) -> int:
+        """Bytes of the token history that Engram reads, of one sequence or of all: `flashsim.token_history_bytes`."""
+        reach = self.config.engram_max_ngram_size - 1 if self.config.engram_layer_ids else 0
+        total = 0
+        for b in range(self.batch_size) if sequence is None else (sequence,):
+            end = self.lengths[b]
+            places = slice(max(end - reach, 0), end)
+            total += self.tokens[b, places].nbytes + self.images[b, places].nbytes
+        return total
+
     def reserved_nbytes(self) -> int:
         """Bytes that the tensors of records take, used or not."""
         tensors = [ring.rows for ring in self.windows.values()]
@@ -233,9 +257,10 @@ class Cache:
             if not 0 <= wanted <= self.lengths[b]:
                 raise CacheError(f"length {wanted} of sequence {b}; accepted: 0 to its {self.lengths[b]} tokens")
             if wanted and not self._can_go_back(b, wanted):
+                least = next(n for n in range(wanted, self.lengths[b] + 1) if self._can_go_back(b, n))
                 raise CacheError(
-                    f"length {wanted} of sequence {b} takes back {self.lengths[b] - wanted} tokens; accepted: at most "
-                    f"rollback, {self.rollback}, or prefix({wanted}) and a replay"
+                    f"length {wanted} of sequence {b}, whose windows go back to length {least}; accepted: from there "
+                    f"on, or prefix({wanted}) and a replay"
                 )
         for b, wanted in enumerate(lengths):
             self.lengths[b], self.frozen[b] = wanted, min(self.frozen[b], wanted)
@@ -353,21 +378,13 @@ class Cache:
             raise CacheError(f"{path} is no cache file: {error}") from None
         if not isinstance(about, dict):
             raise CacheError(f"{path} is no cache file: its header has no entry {HEADER}")
-        fields = json.loads(json.dumps(config.to_dict()))
-        if about["config"] != fields:
-            wrong = sorted(k for k in {**about["config"], **fields} if about["config"].get(k) != fields.get(k))
+        fields, saved = json.loads(json.dumps(config.to_dict())), about.get("config")
+        if saved != fields:
+            saved = saved if isinstance(saved, dict) else {}
+            wrong = sorted(k for k in {**saved, **fields} if saved.get(k) != fields.get(k))
             raise CacheError(f"{path} was saved for another config: {', '.join(wrong)} differ")
-        lengths = about["lengths"]
-        cache = cls(
-            config,
-            len(lengths),
-            capacity=max(lengths),
-            dtype=getattr(torch, about["dtype"]),
-            device=device,
-            cache_rounding=about["cache_rounding"],
-            rollback=about["rollback"],
-        )
-        cache.lengths, cache.frozen = lengths, about["frozen"]
+        cache = cls._described(about, config, device, path)
+        lengths = cache.lengths
         for b, length in enumerate(lengths):
             _fill(cache.tokens[b, :length], tensors, f"{b}.tokens", path)
             _fill(cache.images[b, :length], tensors, f"{b}.images", path)
@@ -375,7 +392,6 @@ class Cache:
                 _fill(source.entries[b, : length // source.ratio], tensors, f"{b}.{layer}.main_kv", path)
                 _fill(source.keys[b, : length // source.ratio], tensors, f"{b}.{layer}.index_key", path)
             for name, ring in cache._named_rings():
-                ring.first, ring.end = about["rings"][name]
                 low, high = max(ring.first[b], ring.end[b] - ring.size), ring.end[b]
                 rows = ring.in_order(b, low, high)
                 _fill(rows, tensors, f"{b}.{name}", path)
@@ -383,6 +399,39 @@ class Cache:
         if tensors:
             raise CacheError(f"{path} has tensors that this cache has not: {', '.join(sorted(tensors)[:5])}")
         return cache
+
+    @classmethod
+    def _described(cls, about: dict, config: V41Config, device: torch.device | str, path: str | Path) -> Cache:
+        """An empty cache as the header of a file describes it, which a stranger may have written."""
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+        lengths, dtype = about.get("lengths"), about.get("dtype")
+        if not _whole(lengths) or not lengths or max(lengths) > config.max_position_embeddings:
+            accepted = f"numbers of tokens up to {config.max_position_embeddings}"
+            raise CacheError(f"{path}: lengths is {lengths}; accepted: {accepted}")
+        if not isinstance(dtype, str) or dtype not in dtypes:
+            raise CacheError(f"{path}: dtype is {dtype!r}; accepted: {', '.join(dtypes)}")
+        if not isinstance(about.get("cache_rounding"), bool):
+            raise CacheError(f"{path}: cache_rounding is {about.get('cache_rounding')!r}; accepted: true, false")
+        options = {"dtype": dtypes[dtype], "cache_rounding": about["cache_rounding"], "rollback": about.get("rollback")}
+        cache = cls(config, len(lengths), capacity=max(lengths), device=device, **options)
+        cache.lengths, cache.frozen = lengths, about.get("frozen")
+        if not _whole(cache.frozen, len(lengths)):
+            raise CacheError(f"{path}: frozen is {cache.frozen}; accepted: one number for each sequence")
+        rings = about.get("rings") if isinstance(about.get("rings"), dict) else {}
+        for name, ring in cache._named_rings():
+            ends = rings.get(name)
+            if not isinstance(ends, list) or len(ends) != 2 or not all(_whole(side, len(lengths)) for side in ends):
+                raise CacheError(f"{path}: rings.{name} is {ends}; accepted: where each sequence begins and ends")
+            ring.first, ring.end = ends
+            if any(not first <= end <= n for first, end, n in zip(*ends, lengths, strict=True)):
+                raise CacheError(f"{path}: rings.{name} is {ends}; accepted: positions of {lengths} tokens, in order")
+        return cache
+
+
+def _whole(values, number: int | None = None) -> bool:
+    """Whether this is a list of whole numbers from 0, of so many."""
+    good = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return good and number in (None, len(values))
 
 
 def _fill(place: Tensor, tensors: dict[str, Tensor], name: str, path: str | Path) -> None:

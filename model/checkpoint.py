@@ -4,6 +4,7 @@
     model.safetensors               all tensors, or
     model.safetensors.index.json    and the shards that it names, each a plain file name inside the folder
     tokenizer.json                  where Engram or text prompts need it
+    token_map.json                  the compressed ids of Engram, where no tokenizer gives them
 
 Each parameter of `model.tensor_table` is there once, as one float tensor or as a packed weight with its scales. The
 text part must be whole; drafter and vision are whole or absent. Anything more, less or else is an error that names it.

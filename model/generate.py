@@ -106,7 +106,7 @@ def nucleus(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, tor
 
 @dataclass
 class Statistics:
-    """What a generation did and took. Times in seconds, cache bytes of the end.
+    """What a generation did and took. Times in seconds; the cache's bytes when it stopped.
 
     `prompt_tokens` of which `prefix_tokens` were in a stored prefix; `replayed_rows` of those ran again, and
     `decoder_rows` rows of the prompt went through the decoder half.
@@ -210,11 +210,12 @@ class Generation:
             token = sample(logits[0], self.sampling, generator)
             statistics.new_tokens += 1
             statistics.decode_s = time.perf_counter() - started
-            statistics.cache_bytes = self.cache.nbytes("component")
             if token in self.stop_ids:
                 statistics.stopped_by = f"token {token}"
             elif statistics.new_tokens == self.max_new_tokens:
                 statistics.stopped_by = "max_new_tokens"
+            if statistics.stopped_by:
+                statistics.cache_bytes = self.cache.nbytes("component")
             yield token
             if statistics.stopped_by:
                 return
@@ -231,7 +232,7 @@ class Generation:
         self.cache = self.model.new_cache(capacity=len(self.ids) + self.max_new_tokens)
         tail = options["tail"]
         logits = self.model.prefill(prompt, self.cache, tail=tail, chunk=options["chunk"], progress=options["progress"])
-        rows = self.model.tail_rows() if tail == EXACT else tail
+        rows = self.model.tail_rows(self.cache.rollback) if tail == EXACT else tail
         self.statistics.decoder_rows = len(self.ids) if rows is None else min(rows, len(self.ids))
         return logits
 
@@ -308,17 +309,18 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--offload", action="store_true", help="leave matrices in the files")
     how.add_argument("--activation-rounding", action="store_true", help="round inputs of packed linears to FP8")
     how.add_argument("--no-cache-rounding", action="store_true", help="leave out the rounding of what is cached")
-    how.add_argument("--tail", default=EXACT, help="prompt rows in the decoder half: exact (default), all, or a number")
+    how.add_argument("--tail", help="prompt rows in the decoder half: exact (default), all, or a number")
     how.add_argument("--chunk", type=int, default=CHUNK, metavar="N", help="prompt tokens at a time")
     how.add_argument("--prefix", type=int, metavar="P", help="treat the first P prompt tokens as a prefix hit")
-    how.add_argument("--replay", default="exact", choices=MODES, help="how windows are made again after a prefix hit")
+    how.add_argument("--replay", choices=MODES, help="how windows are made again after a prefix hit; default exact")
     how.add_argument("--json", action="store_true", help="print one JSON object at the end and no stream")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     sampling = Sampling(options.temperature, options.top_p, options.seed)
-    tail = _tail(options.tail)
+    tail = _tail(EXACT if options.tail is None else options.tail)
+    _refuse_idle(options)
     if options.threads is not None and options.threads < 1:
         raise GenerateError(f"threads is {options.threads}; accepted: a whole number from 1")
     source = Path(options.checkpoint) if options.checkpoint is not None else options.random
@@ -347,7 +349,7 @@ def _run(options: argparse.Namespace) -> int:
         tail=tail,
         chunk=options.chunk,
         stored=_stored_prefix(model, ids, options),
-        replay=options.replay,
+        replay=options.replay or "exact",
         progress=_progress if sys.stderr.isatty() else None,
     )
     stream = TextStream(model.tokenizer) if model.tokenizer is not None else None
@@ -367,6 +369,18 @@ def _run(options: argparse.Namespace) -> int:
         print(pieces[-1], end="\n\n")
         print(run.statistics)
     return 0
+
+
+def _refuse_idle(options: argparse.Namespace) -> None:
+    """An option that would change nothing is a mistake, not a wish."""
+    for name, idle, accepted in (
+        ("effort", not options.thinking and options.effort is not None, "with --thinking"),
+        ("top_p", options.temperature == 0 and options.top_p != 1, "with a --temperature above 0, as 0 is greedy"),
+        ("replay", options.prefix is None and options.replay is not None, "with --prefix"),
+        ("tail", options.prefix is not None and options.tail is not None, "without --prefix, where --replay sets it"),
+    ):
+        if idle:
+            raise GenerateError(f"{name} is {getattr(options, name)!r}; accepted: {accepted}")
 
 
 def _prompt_ids(options: argparse.Namespace, tokenizer) -> list[int]:

@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 class Weighted(nn.Module):
     """A module with a `weight`, which is converted where the activations are wider.
 
-    With `keeps_copy` the converted weight is kept until the weight changes: for models that are small.
+    With `keeps_copy` the converted weight is kept until the weight changes: for weights that are small.
     """
 
     keeps_copy = False
@@ -124,7 +124,8 @@ class RMSNorm(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         wider = wide(x)
-        return F.rms_norm(wider, self.weight.shape, self.weight_as(wider.dtype), self.eps).to(x.dtype)
+        scale = wider.square().sum(-1, keepdim=True).div_(wider.shape[-1]).add_(self.eps).rsqrt_()
+        return (wider * scale * self.weight_as(wider.dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps:g}"

@@ -32,7 +32,15 @@ from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
 from model.stored_weights import STORABLE, ExpertStack, StoredWeight, store
 from model.tensor_table import tensors
-from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
+from model.tokenizer import (
+    TOKEN_MAP_FILE,
+    TOKENIZER_FILE,
+    byte_tokenizer,
+    compressed_ids,
+    engram_table,
+    load_tokenizer,
+    read_token_map,
+)
 from model.transformer import Transformer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -145,10 +153,14 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     if device.type == "meta":
         raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
     tokenizer, token_map = None, None
-    if (folder / TOKENIZER_FILE).exists() or config.engram_layer_ids:
+    sizes = config.vocab_size, config.engram_compressed_vocab_size
+    mapped = config.engram_layer_ids and (folder / TOKEN_MAP_FILE).exists()
+    if (folder / TOKENIZER_FILE).exists() or (config.engram_layer_ids and not mapped):
         tokenizer = load_tokenizer(checkpoint.inside(TOKENIZER_FILE))
-    if config.engram_layer_ids:
-        token_map = engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size)
+    if mapped:
+        token_map = read_token_map(checkpoint.inside(TOKEN_MAP_FILE), *sizes)
+    elif config.engram_layer_ids:
+        token_map = engram_table(tokenizer, *sizes)
     model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
     model.backend.check(config, dtype, device, model.cache_rounding)
 

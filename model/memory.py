@@ -20,6 +20,10 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
+MODEST = 2**26
+"""So few bytes are taken without asking, where asking would cost more than it tells: at every step, in every cache."""
+
+
 def require(what: str, needed: int, device: torch.device | str, hint: str = "") -> None:
     """Nothing where `needed` bytes are free, or where that cannot be known.
 

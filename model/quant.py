@@ -21,11 +21,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flashsim.formats import FP4, MXFP4, MXFP8, BlockFormat, Record
 from model.weight_formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX
-
-NAN_E4M3, NAN_UE8M0 = 0x7F, 255
 
 # E2M1 code = how many of these lie below |y|. A tie whose even neighbour is the upper one counts as above.
 _MIDDLES = [(a + b) / 2 for a, b in pairwise(E2M1_VALUES)]
@@ -40,25 +39,11 @@ def _middles(device: torch.device) -> Tensor:
 
 
 @cache
-def _nibble_pairs(device: torch.device) -> Tensor:
+def _nibble_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """[256, 2]: the two E2M1 values of a byte, low nibble first."""
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=dtype)
     byte = torch.arange(256)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).to(device)
-
-
-@cache
-def _powers(device: torch.device) -> Tensor:
-    """[256]: UE8M0 bytes as float32, 255 as NaN."""
-    values = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
-    values[NAN_UE8M0] = torch.nan
-    return values.to(device)
-
-
-@cache
-def _e4m3_values(device: torch.device) -> Tensor:
-    """[256]: E4M3 codes as float32."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
 
 
 def power_of_two(y: Tensor) -> Tensor:
@@ -67,14 +52,13 @@ def power_of_two(y: Tensor) -> Tensor:
     NaN and infinity give infinity, whose exponent 255 is the NaN of UE8M0.
     """
     bits = y.view(torch.int32).clamp(max=0x7F800000)
-    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return bits.add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
     """E2M1 codes (uint8) of float32 y: nearest, ties to the even code, saturating at 6."""
-    return (
-        torch.bucketize(y.abs(), _middles(y.device), out_int32=True).to(torch.uint8) | y.signbit().to(torch.uint8) << 3
-    )
+    code = torch.bucketize(y.abs(), _middles(y.device), out_int32=True)
+    return code.add_(y.signbit(), alpha=8).to(torch.uint8)
 
 
 def _groups(x: Tensor, form: BlockFormat) -> Tensor:
@@ -88,20 +72,20 @@ def pack(x: Tensor, form: BlockFormat) -> Tensor:
         LayoutError: a width that is neither under one block nor a multiple of it.
     """
     groups = _groups(x, form)
-    largest = groups.abs().amax(dim=-1)
+    largest = torch.linalg.vector_norm(groups, torch.inf, dim=-1)
     if form is FP4:
         wanted = largest.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX
         wanted = wanted.clamp(max=E4M3_MAX).where(largest.isfinite(), torch.nan)
-        scales = wanted.to(torch.float8_e4m3fn).view(torch.uint8)
-        scale = _e4m3_values(x.device)[scales.int()]
+        rounded = wanted.to(torch.float8_e4m3fn)
+        scale, scales = rounded.float(), rounded.view(torch.uint8)
     else:
         top, floor = (E4M3_MAX, 1e-4) if form is MXFP8 else (E2M1_MAX, E2M1_MAX * 2.0**-126)
         # The reciprocal rounded to float32, as the model has it; a division can give twice the scale.
-        scale = power_of_two(largest.clamp(min=floor) * (1.0 / top))
+        scale = power_of_two(largest.clamp_(min=floor).mul_(1.0 / top))
         scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
     scaled = groups / scale.unsqueeze(-1)
     if form is MXFP8:
-        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
+        codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
     else:
         nibbles = encode_e2m1(scaled).flatten(-2)
         codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
@@ -112,13 +96,13 @@ def unpack_record(records: Tensor, form: BlockFormat, width: int, dtype: torch.d
     """Vectors [..., width] of records (uint8 [..., form.nbytes(width)]); code times scale is exact in bfloat16."""
     scales = form.scales(width)
     codes, scale = records.split_with_sizes((records.shape[-1] - scales, scales), dim=-1)
-    table = _e4m3_values if form is FP4 else _powers
+    scale = scale.view(torch.float8_e4m3fn if form is FP4 else torch.float8_e8m0fnu).to(dtype)
     if form is MXFP8:
-        values = _e4m3_values(records.device)[codes.int()]
+        values = codes.view(torch.float8_e4m3fn).to(dtype)
     else:
-        values = _nibble_pairs(records.device)[codes.int()].flatten(-2)
-    values = values.unflatten(-1, (scales, -1)) * table(records.device)[scale.int()].unsqueeze(-1)
-    return values.flatten(-2).to(dtype)
+        values = F.embedding(codes.int(), _nibble_pairs(records.device, dtype))
+    shape = *records.shape[:-1], scales, width // scales
+    return values.reshape(shape).mul_(scale.unsqueeze(-1)).flatten(-2)
 
 
 class Codec:

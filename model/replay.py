@@ -7,7 +7,7 @@ that begin at the first of them, and read the stored entries instead of writing 
 | mode | rows before P that run again | result |
 | --- | --- | --- |
 | `cold` | all P, nothing stored is used | the reference |
-| `exact` | W - 1 for every layer: what the first rows lack has left all windows before it counts | equal to cold |
+| `exact` | W - 1 for every layer, and `rollback`: what the first rows lack is out of sight | equal to cold |
 | `bounded` | the last `sliding_window` | what the trained model was made for, and not equal |
 
 The rows of the decoder half are those of the prompt's tail, exact or `sliding_window` many (`Transformer.prefill`).
@@ -61,8 +61,10 @@ class Replay:
         return text if self.difference is None else f"{text}, logits differ by {self.difference:.3g}"
 
 
-def first_row(model: Transformer, prefix: int, prompt: int, mode: str) -> int:
+def first_row(model: Transformer, prefix: int, prompt: int, mode: str, rollback: int = 0) -> int:
     """The position at which a replay starts: a multiple of every compression ratio, so that it begins with a group.
+
+    An exact one is exact for the prompt without its last `rollback` tokens as well.
 
     Raises:
         ReplayError: another mode.
@@ -78,7 +80,8 @@ def first_row(model: Transformer, prefix: int, prompt: int, mode: str) -> int:
         start = prefix - window
     else:
         encoder = layers if model.boundary is None else model.boundary
-        entries = prefix - (max(ratios) - 1) - encoder * (window - 1)  # new entries and open groups are exact
+        prompt -= rollback
+        entries = min(prefix, prompt) - max(ratios) + 1 - encoder * (window - 1)  # new ones and open groups are exact
         start = min(entries, prompt - 1 - layers * (window - 1))  # the windows and the last row are exact
     step = math.lcm(*ratios)
     return max(start, 0) // step * step
@@ -100,7 +103,7 @@ def replay(
     same = stored.tokens[0, :prefix] == ids[0, :prefix].to(stored.tokens.device)
     if not bool(same.all()):
         raise ReplayError(f"the prompt differs from the stored tokens at position {int(same.long().argmin())}")
-    start = first_row(model, prefix, prompt, mode)
+    start = first_row(model, prefix, prompt, mode, stored.rollback)
     if mode == "cold":
         cache = model.new_cache(1, capacity=prompt)
     else:
@@ -108,7 +111,7 @@ def replay(
         cache.rewind(start)
     tail = model.config.sliding_window if mode == "bounded" else "exact"
     logits = model.prefill(ids[:, start:], cache, tail=tail, chunk=chunk)
-    decoder = model.tail_rows() if tail == "exact" else tail
+    decoder = model.tail_rows(cache.rollback) if tail == "exact" else tail
     rows = prompt - start
     return Replay(
         mode=mode,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashsim.config import V41Config
 from flashsim.reading import ConfigError
-from model.layers import wide
+from model.layers import wide_dtype
 
 
 @lru_cache(maxsize=64)
@@ -39,14 +39,19 @@ def _yarn(plain: Tensor, theta: float, width: int, scaling: dict) -> Tensor:
     missing = [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]
     if missing:
         raise ConfigError("rope_scaling", scaling, f"an object with {' and '.join(missing)}")
+    scaling = {"beta_fast": 32, "beta_slow": 1} | scaling
+    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        value = scaling[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"rope_scaling.{key}", value, "a finite number above 0")
     original = scaling["original_max_position_embeddings"]
 
     def pair(rotations: float) -> float:
         """The pair that turns so many times within the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair(scaling.get("beta_slow", 1))), width - 1)
+    low = max(math.floor(pair(scaling["beta_fast"])), 0)
+    high = min(math.ceil(pair(scaling["beta_slow"])), width - 1)
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
@@ -65,7 +70,6 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     channels = 2 * turn.shape[-1]
     if channels == 0:
         return x
-    kept, tail = x.split_with_sizes((x.shape[-1] - channels, channels), dim=-1)
-    pairs = torch.view_as_complex(wide(tail).unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2)
-    return torch.cat((kept, turned.to(x.dtype)), dim=-1)
+    out = x.to(wide_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    torch.view_as_complex(out[..., -channels:].unflatten(-1, (-1, 2))).mul_(turn)
+    return out.to(x.dtype)

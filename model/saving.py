@@ -28,6 +28,7 @@ from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, SINGLE_FILE
 from model.safetensors_file import TORCH_TYPES, CheckpointError, write_file
 from model.stored_weights import StoredWeight, stored_weights
 from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored, tensors
+from model.tokenizer import TOKEN_MAP_FILE, TOKENIZER_FILE, compressed_ids, token_map_json
 from model.weight_formats import WeightValueError, pack
 
 LAYOUTS = ("quantised", "bfloat16", "float32")
@@ -54,9 +55,11 @@ def save(
         model: its `state_dict` and its stored weights have the released names, its `config` is the text config.
         folder: must not exist yet, or be empty.
         layout: `quantised`, `bfloat16` or `float32`.
-        config_json: the whole config.json to base the written one on; by default one is made from `model.config`.
+        config_json: the whole config.json to base the written one on; by default that of the model, or one that is
+            made from `model.config`.
         shard_bytes: a file takes no more than this, unless a single tensor does.
-        tokenizer: a `tokenizers.Tokenizer` to write along.
+        tokenizer: a `tokenizers.Tokenizer` to write along; by default that of the model. Compressed ids of Engram that
+            it does not give, those of random weights, are written as `token_map.json`.
 
     Raises:
         CheckpointError: the parameters are not those of the config, or one has a value that cannot be stored.
@@ -67,7 +70,14 @@ def save(
     wrong += [name for name in table if name in state and tuple(state[name].shape) != table[name].shape]
     if wrong:
         raise CheckpointError(f"the model's parameters are not those of its config: {', '.join(wrong[:8])}")
-    extra = {"tokenizer.json": tokenizer.to_str().encode()} if tokenizer is not None else {}
+    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    config_json = getattr(model, "config_json", None) if config_json is None else config_json
+    extra = {TOKENIZER_FILE: tokenizer.to_str().encode()} if tokenizer is not None else {}
+    token_map = getattr(model, "token_map", None)
+    if token_map is not None:
+        token_map = token_map.tolist()
+        if tokenizer is None or compressed_ids(tokenizer, model.config.vocab_size) != token_map:
+            extra[TOKEN_MAP_FILE] = token_map_json(token_map)
     return write_checkpoint(
         folder,
         table,

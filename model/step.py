@@ -50,10 +50,13 @@ class Step:
             self._memo[key] = make()
         return self._memo[key]
 
+    def frequency(self, compressed: bool) -> Tensor:
+        """[pairs] the table of window-only or of compressed layers."""
+        return self.once(("frequency", compressed), lambda: frequencies(self.config, compressed, self.device))
+
     def turn(self, compressed: bool) -> Tensor:
         """[B, S, pairs] rotation of every row, by the table of window-only or of compressed layers."""
-        make = lambda: turns(self.positions, frequencies(self.config, compressed, self.device))  # noqa: E731
-        return self.once(("turn", compressed), make)
+        return self.once(("turn", compressed), lambda: turns(self.positions, self.frequency(compressed)))
 
     def newest(self, limit: int) -> tuple[Tensor, Tensor, Tensor]:
         """(sequence, row, position) of the last `limit` rows of each sequence at most: those that a ring keeps."""

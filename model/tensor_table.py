@@ -240,6 +240,8 @@ def _drafter(config: V41Config) -> Iterator[tuple[str, TensorSpec]]:
 
 
 def _vision(config: V41Config, vision: Mapping[str, Any] | None) -> Iterator[tuple[str, TensorSpec]]:
+    if vision is not None and not isinstance(vision, Mapping):
+        raise ConfigError("vision_config", vision, "an object, or none")
     if vision is None or not _count(vision, "num_hidden_layers", 0):
         return
     width, inner, patch = (_count(vision, field) for field in ("hidden_size", "intermediate_size", "patch_size"))

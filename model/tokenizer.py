@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashsim.reading import read_json_object, shorten
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKEN_MAP_FILE = "token_map.json"
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _LONE_SPACE = "\ue000"  # stands for a single space while the ends are stripped
@@ -87,6 +90,27 @@ def engram_table(tokenizer: Tokenizer, vocab_size: int, compressed_vocab_size: i
             f"{compressed_vocab_size:,}: they belong to different models"
         )
     return table
+
+
+def token_map_json(token_map: Sequence[int]) -> bytes:
+    """The file of compressed ids that no tokenizer gives: of a model with random weights, or without a tokenizer."""
+    return json.dumps({"token_map": [int(i) for i in token_map]}).encode()
+
+
+def read_token_map(path: str | os.PathLike, vocab_size: int, compressed_vocab_size: int) -> list[int]:
+    """The compressed ids in such a file, one for each token.
+
+    Raises:
+        ConfigError, TokenizerError: the file is not one, or belongs to another config.
+    """
+    ids = read_json_object(path).get("token_map")
+    good = isinstance(ids, list) and len(ids) == vocab_size
+    if not good or not all(type(i) is int and 0 <= i < compressed_vocab_size for i in ids):
+        raise TokenizerError(
+            f"token_map of {Path(path).name} is {shorten(ids)}; accepted: {vocab_size:,} numbers, each 0 to "
+            f"{compressed_vocab_size - 1:,}"
+        )
+    return ids
 
 
 SPECIAL_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")

@@ -30,13 +30,14 @@ from model.cache import ROLLBACK, Cache, CacheError
 from model.engram import Engram
 from model.explain import Explanation, explain
 from model.layers import Embedding, Linear, RMSNorm, Weighted, wide_dtype
+from model.memory import MODEST, require
 from model.moe import MoE
 from model.replay import Replay, replay
 from model.rope import frequencies
 from model.step import Step
 
 EXACT = "exact"
-SMALL = 2**26  # parameters of a model that keeps float64 copies of its float32 weights
+SMALL = 2**16  # numbers of a float32 weight that is also kept in float64; larger ones are widened as fast as read
 
 
 class InputError(ValueError):
@@ -128,10 +129,9 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, plan, self.backend, **options) for plan in self.plans)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
-        small = sum(parameter.numel() for parameter in self.parameters()) <= SMALL
         for module in self.modules():
             if isinstance(module, Weighted):
-                module.keeps_copy = small
+                module.keeps_copy = module.weight.numel() <= SMALL
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)
@@ -191,8 +191,9 @@ class Transformer(nn.Module):
 
         Raises:
             InputError: ids of another shape, type or range; too many tokens; no compressed ids for Engram.
+            MemoryError: more sequences or tokens than fit the memory that is free.
         """
-        cache, step, ids = self._begin(ids, cache, lengths, images)
+        cache, step, ids = self._begin(ids, cache, lengths, images, whole=not last)
         with torch.inference_mode():
             h, pre, _ = self._run(ids, step, cache, images, step.start)
             logits = self._logits(h, pre, step, last)
@@ -214,20 +215,20 @@ class Transformer(nn.Module):
         Args:
             tail: rows of each prompt that go through the decoder half. A number: the last so many, whose windows there
                 begin with them (bounded; 128 in the trained model). `exact`: as many as it takes for the last logits
-                and all windows to be those of a full forward. None: all.
+                and all windows to be those of a full forward, also after taking back `rollback` tokens. None: all.
             chunk: tokens of a prompt that run at a time; all by default.
             progress: called with (tokens done, tokens in all) after each chunk.
 
         Raises:
-            InputError: as `forward`, and a tail or chunk below 1.
+            InputError, MemoryError: as `forward`; InputError also for a tail or chunk below 1.
         """
         for name, value in (("tail", tail), ("chunk", chunk)):
             good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
             if not good and not (name == "tail" and value == EXACT):
                 accepted = "a whole number from 1" + (f", {EXACT!r} or None" if name == "tail" else " or None")
                 raise InputError(f"{name} is {value!r}; accepted: {accepted}")
-        cache, step, ids = self._begin(ids, cache, lengths, images)
-        rows = self.tail_rows() if tail == EXACT else tail
+        cache, step, ids = self._begin(ids, cache, lengths, images, chunk)
+        rows = self.tail_rows(cache.rollback) if tail == EXACT else tail
         if rows is None or self.boundary is None:
             first = step.start
         else:
@@ -279,16 +280,19 @@ class Transformer(nn.Module):
         """What each layer does, reads and writes with `context` tokens visible, see `model.explain`."""
         return explain(self, context)
 
-    def tail_rows(self) -> int | None:
-        """Rows W + (R - 1)(W - 1) that make the tail exact, R the layers after the one that ends the encoder half."""
+    def tail_rows(self, rollback: int = 0) -> int | None:
+        """Rows W + (R - 1)(W - 1) that make the tail exact, R the layers after the one that ends the encoder half.
+
+        With `rollback` more, it is exact for each of so many last tokens.
+        """
         if self.boundary is None:
             return None
         after, window = self.config.num_hidden_layers - self.boundary - 1, self.config.sliding_window
-        return window + (after - 1) * (window - 1) if after else 1
+        return rollback + (window + (after - 1) * (window - 1) if after else 1)
 
     # --- parts --------------------------------------------------------------------------------------------------
 
-    def _begin(self, ids, cache, lengths, images) -> tuple[Cache, Step, Tensor]:
+    def _begin(self, ids, cache, lengths, images, chunk=None, whole=False) -> tuple[Cache, Step, Tensor]:
         ids = torch.as_tensor(ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InputError(
@@ -318,6 +322,7 @@ class Transformer(nn.Module):
         )
         if longest > limit:
             raise InputError(f"{longest} tokens in a sequence; accepted: max_position_embeddings, {limit}")
+        self._require(batch, min(chunk or rows, rows), rows if whole else 1)
         if images is not None and (
             images.shape[:1] != ids.shape[:1] or images.shape[1] < rows or images.dtype != torch.bool
         ):
@@ -328,7 +333,21 @@ class Transformer(nn.Module):
                     "token_map is missing: Engram needs the compressed ids of the tokenizer (set_token_map)"
                 )
             self.token_map = self.token_map.to(self.device)
+        cache.reserve(longest)
         return cache, Step(self.config, list(cache.lengths), count, self.device), ids
+
+    def _require(self, batch: int, rows: int, logits: int) -> None:
+        """Memory for the widest place of a layer, streams before and after and queries, and for rows of logits.
+
+        Raises:
+            MemoryError: it is not free.
+        """
+        config, size = self.config, self.backend.arithmetic(self.dtype, self.device).itemsize
+        width = 2 * config.hc_mult * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
+        needed = batch * (rows * width * size + logits * config.vocab_size * 4)
+        if needed > MODEST:
+            hint = "; fewer sequences or tokens at a time take less, as prefill(chunk=) does"
+            require(f"a step of {batch:,} x {rows:,} tokens", needed, self.device, hint)
 
     def _embed(self, ids: Tensor, cache: Cache, step: Step, images: Tensor | None) -> tuple[Tensor, Tensor]:
         cache.begin(step, ids, images)
@@ -341,7 +360,9 @@ class Transformer(nn.Module):
 
     def _logits(self, h: Tensor, pre: Tensor, step: Step, last: bool) -> Tensor:
         x = self.norm(self.backend.collapse(h, pre))
-        if last:
+        if last and step.rows == 1:
+            x = x[:, 0]
+        elif last:
             row = torch.tensor([max(c - 1, 0) for c in step.count], device=self.device)
             x = x[torch.arange(step.batch, device=self.device), row]
         return self.head(x).to(wide_dtype(self.dtype))

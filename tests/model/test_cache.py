@@ -1,12 +1,19 @@
 """The packed cache: bytes equal to `flashsim.kv_cache`, forks, truncation, files, and what bad input gets."""
 
+import json
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+import model.cache
+import model.transformer
 from flashsim.config import load_config
-from flashsim.kv_cache import kv_cache
+from flashsim.kv_cache import kv_cache, token_history_bytes
 from flashsim.schedule import layer_plan
-from model.cache import Cache, CacheError
+from model import memory
+from model.cache import HEADER, Cache, CacheError
 from model.step import Step
 
 CONFIGS = ["tiny", "mini", "tests/data/golden/a32", "tests/data/golden/c32"]
@@ -32,6 +39,7 @@ def test_bytes_equal_the_prediction_for_every_length(name):
         assert cache.nbytes() == predicted.total()
         for key in ("component", "layer", "tier"):
             assert cache.nbytes(by=key) == predicted.by(key), (n, key)
+        assert cache.history_nbytes() == token_history_bytes(config, n)  # 27 bytes from the third token on, or none
 
 
 def test_bytes_of_the_release():
@@ -109,7 +117,11 @@ def test_truncate_to_nothing(tiny, ids):
 def test_truncating_beyond_what_rings_hold_is_an_error(tiny, ids):
     cache = tiny.new_cache(1)
     tiny(ids[:1, :60], cache=cache)
-    for wanted, text in ((40, "at most rollback, 8"), (61, "0 to its 60 tokens"), (-1, "0 to its 60")):
+    for wanted, text in (
+        (40, "go back to length 52; accepted: from there on, or prefix"),
+        (61, "0 to its 60 tokens"),
+        (-1, "0 to its 60"),
+    ):
         with pytest.raises(CacheError, match=text):
             cache.truncate(wanted)
     assert cache.lengths == [60]
@@ -159,6 +171,40 @@ def test_files_that_are_no_cache(tiny, ids, tmp_path):
         Cache.load(path, tiny.config)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lengths", None),
+        ("lengths", []),
+        ("lengths", [-1]),
+        ("lengths", [10**12]),
+        ("lengths", ["9"]),
+        ("frozen", [0, 0]),
+        ("dtype", "load"),
+        ("dtype", 3),
+        ("cache_rounding", "no"),
+        ("rollback", -1),
+        ("rings", {}),
+        ("rings", {"0.window_kv": [[9], [3]]}),
+        ("rings", {"0.window_kv": [[0], [900]]}),
+        ("config", 7),
+    ],
+)
+def test_a_header_that_lies(tiny, ids, tmp_path, field, value):
+    """The header of a cache file is believed in nothing: each lie is named, none is an error of Python's."""
+    path, cache = tmp_path / "cache.safetensors", tiny.new_cache(1)
+    tiny(ids[:1, :9], cache=cache)
+    cache.save(path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()[HEADER])
+    if isinstance(value, dict) and value:
+        value = about["rings"] | value
+    save_file(tensors, path, metadata={HEADER: json.dumps(about | {field: value})})
+    with pytest.raises(CacheError, match=field):
+        Cache.load(path, tiny.config)
+
+
 def test_a_cache_of_another_model_is_refused(tiny, make_model, ids):
     from model.transformer import InputError
 
@@ -168,5 +214,33 @@ def test_a_cache_of_another_model_is_refused(tiny, make_model, ids):
         tiny(ids[:, :3], cache=tiny.new_cache(1))
     with pytest.raises(CacheError, match="by is 'size'"):
         tiny.new_cache(1).nbytes(by="size")
-    with pytest.raises(CacheError, match="batch_size is 0"):
-        tiny.new_cache(0)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 1.5}, {"capacity": -1}, {"rollback": True}])
+def test_a_cache_of_no_size(tiny, options):
+    ((name, value),) = options.items()
+    with pytest.raises(CacheError, match=f"{name} is {value}; accepted: a whole number from"):
+        tiny.new_cache(**options)
+
+
+def test_what_does_not_fit_memory(tiny, ids, monkeypatch):
+    """Said before anything is allocated, and the cache is as it was. Without `_require` these end in the allocator."""
+    text = r"a cache with room for a batch of 1,000,000,000 needs 8,448,000,000,000 bytes .*, cpu has .* free"
+    with pytest.raises(MemoryError, match=text):
+        tiny.new_cache(10**9)
+    with pytest.raises(MemoryError, match="a cache with room for a batch of 2 needs"):
+        tiny.new_cache(2, capacity=10**12)
+    cache = tiny.new_cache(2, capacity=5)
+    tiny(ids[:, :5], cache=cache)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
+    for module in (model.cache, model.transformer):
+        monkeypatch.setattr(module, "MODEST", 0)
+    with pytest.raises(MemoryError, match=r"a step of 2 x 60 tokens needs .*; fewer sequences or tokens at a time"):
+        tiny(ids[:, :60], cache=cache)
+    with pytest.raises(MemoryError, match="a step of 2 x 60 tokens needs"):
+        tiny.prefill(ids[:, :60], cache)
+    with pytest.raises(MemoryError, match="a batch of 2 needs"):
+        tiny.prefill(ids[:, :295], cache, chunk=1)  # the step fits, the cache does not
+    assert cache.lengths == [5, 5]
+    monkeypatch.undo()
+    assert (tiny(ids[:, 5:6], cache=cache) - tiny(ids[:, :6])[:, 5:]).abs().max() < 1e-12

@@ -14,6 +14,7 @@ import torch
 import model
 from flashsim.kv_cache import kv_cache
 from model import generate as command
+from model.cache import ROLLBACK
 from model.generate import GenerateError, Generation, Sampling, generate, nucleus, sample, stop_ids
 from model.tokenizer import TokenizerError
 from model.transformer import InputError
@@ -178,7 +179,7 @@ def test_statistics(tiny):
     assert sum(s.cache_bytes.values()) == kv_cache(tiny.config, context).total()
     assert s.prefill_s > 0 and s.decode_tokens_per_s == pytest.approx(4 / s.decode_s)
     assert s.prefill_tokens_per_s == pytest.approx(len(PROMPT) / s.prefill_s)
-    assert s.decoder_rows == min(tiny.tail_rows(), len(PROMPT))
+    assert s.decoder_rows == min(tiny.tail_rows(ROLLBACK), len(PROMPT))
     assert json.loads(json.dumps(s.to_dict()))["decode_tokens_per_s"] == s.decode_tokens_per_s
     one = Generation(tiny, PROMPT, 1)
     list(one)
@@ -308,6 +309,10 @@ def test_command_reads_standard_input(capsys, monkeypatch):
         (["--random", "tiny", "--prompt", "x", "--chunk", "0"], "chunk is 0"),
         (["--random", "tiny", "--prompt", "x", "--backend", "cuda"], "backend is 'cuda'"),
         (["--random", "tiny", "--prompt", "x", "--thinking", "--effort", "101"], "effort is 101"),
+        (["--random", "tiny", "--prompt", "x", "--effort", "low"], "effort is 'low'; accepted: with --thinking"),
+        (["--random", "tiny", "--prompt", "x", "--top-p", "0.9"], "top_p is 0.9; accepted: with a --temperature"),
+        (["--random", "tiny", "--prompt", "x", "--replay", "cold"], "replay is 'cold'; accepted: with --prefix"),
+        (["--random", "tiny", "--prompt", "xy", "--prefix", "1", "--tail", "8"], "tail is '8'; accepted: without"),
     ],
 )
 def test_command_says_what_is_wrong_in_one_line(capsys, arguments, pattern):

@@ -87,15 +87,18 @@ def test_expand_sums_over_the_first_index():
     assert torch.equal(out[0], comb[0].T)  # stream k gets sum_j comb[j, k] e_j
 
 
-def test_sinkhorn_step_by_step():
-    logits = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(2))
-    m = torch.softmax(logits, -1) + 1e-6
-    m = m / (m.sum(-2, keepdim=True) + 1e-6)
-    for _ in range(5):
-        m = m / (m.sum(-1, keepdim=True) + 1e-6)
-        m = m / (m.sum(-2, keepdim=True) + 1e-6)
-    torch.testing.assert_close(sinkhorn(logits, 6, 1e-6), m)
-    assert not torch.allclose(sinkhorn(logits, 6, 1e-2), m, atol=1e-4)  # eps counts
+@pytest.mark.parametrize("shape", [(3, 4, 4), (9, 4, 4), (1, 1, 4, 4), (2, 3, 3), (0, 4, 4)])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+def test_sinkhorn_step_by_step(shape, eps, iterations):
+    """Few matrices of 4 x 4 run in plain numbers, others in tensors; `eps / rc` -> `eps / rd` there is red here."""
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    m = torch.softmax(logits, -1) + eps
+    m = m / (m.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        m = m / (m.sum(-1, keepdim=True) + eps)
+        m = m / (m.sum(-2, keepdim=True) + eps)
+    torch.testing.assert_close(sinkhorn(logits, iterations, eps), m, rtol=1e-13, atol=0)
 
 
 def test_collapse_weighs_the_streams():

@@ -87,6 +87,20 @@ def test_tails(tiny, ids, full, tail, exact, chunk):
         assert (tiny(ids[:, 60:61], cache=cache)[:, 0] - full[:, 60]).abs().max() < SAME
 
 
+@pytest.mark.parametrize("back", range(9))
+def test_an_exact_tail_can_be_taken_back(tiny, ids, full, back):
+    """`rollback` more rows than the last logits need: without them the windows of deep layers are quietly wrong."""
+    before = tiny.new_cache(2)
+    tiny.prefill(ids[:, :40], before)
+    caches = [tiny.new_cache(2), replay(tiny, ids[:1, :60], before.fork([0]).prefix(40), "exact").cache]
+    tiny.prefill(ids[:, :60], caches[0])
+    for cache in caches:
+        cache.truncate(60 - back)
+        for n in range(60 - back, 61):
+            step = tiny(ids[: cache.batch_size, n : n + 1], cache=cache)[:, 0]
+            assert (step - full[: cache.batch_size, n]).abs().max() < SAME
+
+
 def test_chunking_does_not_change_a_bounded_tail(tiny, ids):
     whole = tiny.prefill(ids[:, :60], tail=8)
     assert (tiny.prefill(ids[:, :60], tail=8, chunk=7) - whole).abs().max() < SAME

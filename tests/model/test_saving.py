@@ -21,6 +21,7 @@ from model.convert import convert
 from model.inspect import expected, inspect
 from model.safetensors_file import CheckpointError, encode_header
 from model.tensor_table import stored, tensors
+from model.tokenizer import TokenizerError
 from model.weight_formats import pack, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,17 +35,43 @@ def values(folder):
 
 def test_saving_float32_keeps_every_bit(tmp_path):
     lm = model.load("tiny", seed=3)
-    model.save(lm, tmp_path / "out", tokenizer=lm.tokenizer)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CONFIG_FILE, SINGLE_FILE, "tokenizer.json"]
+    model.save(lm, tmp_path / "out")
+    names = [CONFIG_FILE, SINGLE_FILE, "token_map.json", "tokenizer.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
     state = lm.state_dict()
     saved = load_file(tmp_path / "out" / SINGLE_FILE)
     assert set(saved) == set(state) and all(torch.equal(saved[name], state[name]) for name in state)
     assert Checkpoint(tmp_path / "out").config == lm.config
 
 
+@pytest.mark.parametrize("layout", ["float32", "bfloat16", "quantised"])
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 37, "tie_word_embeddings": False, "n_shared_experts": 0}])
+def test_random_weights_come_back(tmp_path, layout, changes):
+    """Their compressed ids are given by no tokenizer, and a small vocabulary has none at all: without a file of them
+    the folder could be written and not be read.
+    """
+    lm = model.load(load_config("tiny").to_dict() | changes, seed=3)
+    model.save(lm, tmp_path / "out", layout)
+    inspect(tmp_path / "out")
+    again, ids = model.load(tmp_path / "out"), torch.arange(30).view(1, 30)
+    assert torch.equal(again.token_map, lm.token_map)
+    assert (again.tokenizer is None) == (lm.tokenizer is None) == bool(changes)
+    if layout == "float32":
+        assert torch.equal(again(ids), lm(ids))
+
+
+@pytest.mark.parametrize("ids", [None, [0] * 319, [0] * 319 + [160], [0] * 319 + ["1"], {"0": 0}])
+def test_compressed_ids_of_another_config(tmp_path, ids):
+    model.save(model.load("tiny"), tmp_path / "out")
+    (tmp_path / "out" / "token_map.json").write_text(json.dumps({"token_map": ids}))
+    with pytest.raises(TokenizerError, match=r"token_map of token_map.json is .*; accepted: 320 numbers, each"):
+        model.load(tmp_path / "out")
+
+
 def test_a_saved_model_loads_and_computes_the_same(tmp_path):
     lm = model.load(GOLDEN / "a32")
-    model.save(lm, tmp_path / "out", tokenizer=lm.tokenizer, config_json=lm.config_json, shard_bytes=10**6)
+    model.save(lm, tmp_path / "out", shard_bytes=10**6)
+    assert not (tmp_path / "out" / "token_map.json").exists()  # its tokenizer gives them
     again = model.load(tmp_path / "out")
     golden = load_file(GOLDEN / "a32" / "golden.safetensors")
     assert (again(golden["input_ids"]) - golden["logits"]).abs().max() < 1e-4
