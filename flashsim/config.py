@@ -429,6 +429,7 @@ class MLAConfig(MoEConfig):
     moe_layer_freq: int = count(1, high=10_000)
     n_group: int | None = count(None, optional=True)
     topk_group: int | None = count(None, optional=True)
+    rope_interleave: bool = flag(True)  # adjacent channels are a pair; false: channels i and i + r / 2
     attention_bias: bool = flag(False)
 
     def _check(self) -> None:
@@ -578,6 +579,9 @@ class V4Config(CompressedConfig):
 
     model_types: ClassVar = ("deepseek_v4",)
 
+    scoring_func: str | None = text("sqrtsoftplus")
+    topk_method: str | None = text("noaux_tc")
+    norm_topk_prob: bool = flag(True)
     num_hash_layers: int = count(low=0, high=10_000)
     compress_rate_csa: int = count(4, high=2**20)
 

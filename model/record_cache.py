@@ -153,7 +153,7 @@ class RecordCache:
                 raise CacheError(f"length {wanted} of sequence {b}; accepted: 0 to its {self.lengths[b]} tokens")
             for (layer, component), ring in self.rings.items():
                 needed = max(self.oldest(layer, component, wanted), 0)
-                if needed < min(wanted, ring.end[b] - ring.size):
+                if needed < min(wanted, max(ring.first[b], ring.end[b] - ring.size)):
                     raise CacheError(
                         f"length {wanted} of sequence {b} takes back {self.lengths[b] - wanted} tokens; accepted: at "
                         f"most rollback, {self.rollback}"
@@ -161,6 +161,7 @@ class RecordCache:
         for b, wanted in enumerate(lengths):
             self.lengths[b] = wanted
             for ring in self.rings.values():
+                ring.first[b] = max(ring.first[b], ring.end[b] - ring.size)  # what newer tokens have overwritten
                 ring.truncate(b, wanted)
 
     def fork(self, sequences: Sequence[int] | None = None) -> Self:
