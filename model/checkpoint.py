@@ -21,6 +21,7 @@ import torch
 
 from flashsim.config import Config, V41Config, load_config
 from flashsim.reading import ConfigError, read_json_object
+from model.generations import is_draft, tensors
 from model.safetensors_file import CheckpointError, SafetensorsFile
 from model.tensor_table import (
     BLOCK,
@@ -29,7 +30,6 @@ from model.tensor_table import (
     Header,
     packed,
     scale_name,
-    tensors,
 )
 from model.weight_formats import WeightValueError, unpack
 
@@ -48,6 +48,8 @@ QUANTISATION = {
 """The `quantization_config` of the release: the one layout of packed weights that is read and written here."""
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_WHOLE = ("I64", "I32")
+_PACKED = tuple(WEIGHT_TYPES.values())
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -69,7 +71,7 @@ class Checkpoint:
         if config_path.exists():  # where it is missing, the reader says so
             config_path = _inside(self.folder, CONFIG_FILE)
         self.root = read_json_object(config_path)
-        self.config = text_config(load_config(config_path))
+        self.config = load_config(config_path)
         self.vision = self.root.get("vision_config")
         self.table = tensors(self.config, self.vision)
         self.files, self.index = _open_files(self.folder)
@@ -77,7 +79,7 @@ class Checkpoint:
         self.headers = {name: header for file in self.files.values() for name, header in file.headers.items()}
 
         known = {name for name in self.table} | {scale_name(name) for name, s in self.table.items() if s.quantised}
-        self.extra = [name for name in self.headers if name not in known]
+        self.extra = [name for name in self.headers if name not in known and not is_draft(self.config, name)]
         self.parts = tuple(part for part in PARTS if part == "text" or self._any_of(part))
         self.packed = {
             name
@@ -105,8 +107,9 @@ class Checkpoint:
             expected = {name: Header(header.dtype, spec.shape)}
             if name in self.packed:
                 expected[name], expected[scale] = packed(spec)
-            elif header.dtype not in _FLOATS:
+            elif header.dtype not in (_WHOLE if spec.kind == "ids" else _FLOATS):
                 kinds = (*_FLOATS, WEIGHT_TYPES[spec.kind]) if spec.quantised else _FLOATS
+                kinds = _WHOLE if spec.kind == "ids" else kinds
                 mistyped.append(f"{name} is {header.dtype}, accepted: {', '.join(kinds)}")
                 continue
             elif spec.quantised and scale in self.headers:
@@ -127,6 +130,8 @@ class Checkpoint:
             ("{}", mistyped),
         )
         found = [text.format(_listed(names)) for text, names in groups if names]
+        if not isinstance(self.config, V41Config) and any(h.dtype in _PACKED for h in self.headers.values()):
+            found.insert(0, f"has packed weights, which are read for V4.1 alone; accepted: {', '.join(_FLOATS)}")
         return found + quantisation_problems(self.root, bool(self.packed))
 
     def weight(
@@ -151,6 +156,9 @@ class Checkpoint:
         values = values.to(dtype)
         if not torch.isfinite(values).all():
             raise CheckpointError(f"{self.folder.name}: {name} has a value that is not finite in {dtype}")
+        if spec.kind == "ids" and not set(values.unique().tolist()) <= set(range(self.config.n_routed_experts)):
+            most = self.config.n_routed_experts - 1
+            raise CheckpointError(f"{self.folder.name}: {name} names experts outside 0 to {most}")
         return values
 
     def packed_rows(self, name: str, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

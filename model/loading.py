@@ -10,7 +10,8 @@ Weights go to the model in one of three ways:
 
 Safetensors alone are read, and nothing outside the folder. Every tensor is used or named in an error, every parameter
 filled or named; a model comes out whole or not at all. Drafter and vision tensors are checked against the config and
-left for the modules that compute them. Source: V4.1 architecture 6, 11.
+left for the modules that compute them. Models of V1 to V4 (`model.generations`) are loaded expanded, from float
+tensors. Source: V4.1 architecture 6, 11.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashsim.config import Config, load_config, preset_name
-from model.checkpoint import Checkpoint, text_config
+from flashsim.config import Config, V41Config, load_config, preset_name
+from model.checkpoint import Checkpoint
+from model.generations import MODELS, is_draft, tensors
 from model.memory import require
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
 from model.stored_weights import STORABLE, StoredWeight, store
-from model.tensor_table import tensors
 from model.tokenizer import TOKENIZER_FILE, byte_tokenizer, compressed_ids, engram_table, load_tokenizer
-from model.transformer import Transformer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """What a model computes in. Not float16: an epsilon of 1e-20 is zero there."""
@@ -52,11 +52,11 @@ def load(
     packed: bool = False,
     offload: bool = False,
     activation_rounding: bool = False,
-) -> Transformer:
+) -> nn.Module:
     """The text model of a checkpoint folder; or of a preset name or config, with random weights.
 
     Args:
-        source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields.
+        source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields; of any generation.
         backend, dtype, device, cache_rounding: as of `model.Transformer`. On device `meta` a preset has no weights.
         seed: of random weights; a checkpoint has none.
         packed: keep packed weights packed in memory.
@@ -71,7 +71,7 @@ def load(
 
     Raises:
         CheckpointError: the files are damaged, incomplete, or not of this config.
-        ConfigError: the config is not of V4.1, or a field of it is wrong.
+        ConfigError: a field of the config is missing, wrong, or not computed.
         TokenizerError: Engram needs a tokenizer, which is missing or of another model.
         MemoryError: the weights do not fit the memory that is free.
     """
@@ -95,24 +95,23 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     cache_rounding: bool = True,
-) -> Transformer:
+) -> nn.Module:
     """A model with random weights: the same for the same seed and config, whatever the order they are made in.
 
     Its tokenizer is one of bytes (`model.tokenizer.byte_tokenizer`), where the vocabulary has room for them.
     """
-    config = text_config(load_config(source))
+    config = load_config(source)
     table = {name: spec for name, spec in tensors(config).items() if spec.part == "text"}
     device = torch.device(device)
     if device.type != "meta":
         weights = sum(math.prod(spec.shape) for spec in table.values()) * dtype.itemsize
         require(f"{config.name} with its weights", weights, device)
-    model = Transformer(config, backend, dtype, device, cache_rounding)
+    model = MODELS[type(config)](config, backend, dtype, device, cache_rounding)
     if device.type != "meta":
         randomise(model, seed)
     model.tokenizer, model.config_json, model.other_tensors = byte_tokenizer(config.vocab_size), None, ()
-    size = config.engram_compressed_vocab_size
-    if config.engram_layer_ids:
-        ids = range(config.vocab_size)
+    if _has_engram(config):
+        size, ids = config.engram_compressed_vocab_size, range(config.vocab_size)
         if model.tokenizer is not None:
             ids = compressed_ids(model.tokenizer, config.vocab_size)
         model.set_token_map([i % size for i in ids])
@@ -122,17 +121,19 @@ def random_model(
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> Transformer:
+def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> nn.Module:
     checkpoint = Checkpoint(folder)
     config, device = checkpoint.config, torch.device(device)
     if device.type == "meta":
         raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
-    tokenizer, token_map = None, None
-    if (folder / TOKENIZER_FILE).exists() or config.engram_layer_ids:
+    if (packed or offload) and not isinstance(config, V41Config):
+        raise CheckpointError(f"{folder.name} is of {config.model_type}; packed and offload are for deepseek_v41")
+    tokenizer = None
+    if (folder / TOKENIZER_FILE).exists() or _has_engram(config):
         tokenizer = load_tokenizer(checkpoint.inside(TOKENIZER_FILE))
-    if config.engram_layer_ids:
-        token_map = engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size)
-    model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
+    model = MODELS[type(config)](config, dtype=dtype, device="meta", **options)
+    if _has_engram(config):
+        model.set_token_map(engram_table(tokenizer, config.vocab_size, config.engram_compressed_vocab_size))
 
     names = checkpoint.names("text")
     parameters = dict(model.named_parameters())
@@ -154,7 +155,8 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
         else:
             _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
-    model.other_tensors = tuple(n for n in checkpoint.headers if n in checkpoint.table and n not in parameters)
+    others = [name for name in checkpoint.headers if name not in parameters]
+    model.other_tensors = tuple(name for name in others if name in checkpoint.table or is_draft(config, name))
     return model.eval()
 
 
@@ -173,6 +175,10 @@ def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
     if name in checkpoint.packed:
         weight += sum(t.nbytes for t in checkpoint.packed_rows(name)[1:])
     return weight
+
+
+def _has_engram(config: Config) -> bool:
+    return isinstance(config, V41Config) and bool(config.engram_layer_ids)
 
 
 def _is_folder(source: Any) -> bool:

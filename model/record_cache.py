@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashsim.config import Config
 from model.cache import ROLLBACK, CacheError, Ring
+from model.memory import require
 from model.record_codec import RecordCodec
 from model.step import Step
 
@@ -56,8 +57,8 @@ class RecordCache:
         cache_rounding: bool = True,
         rollback: int = ROLLBACK,
     ):
-        if batch_size < 1:
-            raise CacheError(f"batch_size is {batch_size}; accepted: a whole number from 1")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise CacheError(f"batch_size is {batch_size!r}; accepted: a whole number from 1")
         if rollback < 0:
             raise CacheError(f"rollback is {rollback}; accepted: a whole number of tokens from 0")
         self.config, self.batch_size, self.device = config, batch_size, torch.device(device)
@@ -93,7 +94,14 @@ class RecordCache:
         return RecordCodec(record, rounding=self.cache_rounding, dtype=self.dtype)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens a sequence."""
+        """Make room for so many tokens a sequence.
+
+        Raises:
+            MemoryError: they do not fit.
+        """
+        if any(tokens // store.ratio > store.rows.shape[1] for store in self.stores.values()):
+            needed = sum(tokens // store.ratio * store.codec.row_bytes for store in self.stores.values())
+            require(f"a cache of {self.batch_size} x {tokens} tokens", self.batch_size * needed, self.device)
         for store in self.stores.values():
             store.grow(tokens)
 

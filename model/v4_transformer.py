@@ -32,10 +32,11 @@ from flashsim.schedule import LayerPlan, layer_plan
 from model.attention.csa import CompressedSparseAttention
 from model.attention.hca import HeavilyCompressedAttention
 from model.attention.window import WindowAttention
+from model.backend import BackendError
 from model.cache import ROLLBACK
+from model.call import begin
 from model.flop_counter import label
 from model.hyper_connection import coefficients, collapse, expand
-from model.inputs import begin, last_rows, reference_only
 from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide, wide_dtype
 from model.rope import frequencies
 from model.step import Step
@@ -101,8 +102,9 @@ class V4Transformer(nn.Module):
         super().__init__()
         config = load_config(config)
         _check(config, cache_rounding)
-        self.config, self.backend = config, reference_only(backend, config)
-        self.dtype, self.cache_rounding = dtype, cache_rounding
+        if backend != "reference":
+            raise BackendError(f"backend is {backend!r}; accepted: reference, as the kernels are those of V4.1")
+        self.config, self.dtype, self.cache_rounding = config, dtype, cache_rounding
         options = {"dtype": dtype, "device": device}
         self.plans = layer_plan(config)
         self.embed = Embedding(config.vocab_size, config.hidden_size, **options)
@@ -152,7 +154,8 @@ class V4Transformer(nn.Module):
         Raises:
             InputError: ids of another shape, type or range; too many tokens.
         """
-        cache, step, ids = begin(self, ids, cache, lengths)
+        cache, count, ids = begin(self, ids, cache, lengths)
+        step = Step(self.config, list(cache.lengths), count, self.device)
         with torch.inference_mode():
             cache.begin(step)
             e = self.embed(ids).to(arithmetic_dtype(self.dtype, self.device))
@@ -160,7 +163,8 @@ class V4Transformer(nn.Module):
             for layer in self.layers:
                 h = layer(h, ids, step, cache)
             cache.advance(step)
-            h = last_rows(h, step) if last else h
+            if last:
+                h = h[torch.arange(step.batch, device=self.device), torch.tensor(count, device=self.device) - 1]
             x = wide(self.norm(collapse(h, self._head_mix(h))))
             if self.config.tie_word_embeddings:
                 with label("lm_head"):
@@ -180,7 +184,7 @@ class V4Transformer(nn.Module):
     def extra_repr(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         name, rounding = self.config.name, self.cache_rounding
-        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
+        return f"{name}, backend='reference', dtype={dtype}, device={self.device}, cache_rounding={rounding}"
 
 
 def _add_mixing(module: nn.Module, name: str, rows: int, scales: int, config: V4Config, *, dtype, device) -> None:
