@@ -229,7 +229,9 @@ class DSATransformer(MLATransformer):
         width, rotary = config.index_head_dim, config.qk_rope_head_dim
         if width < rotary:
             raise ConfigError("index_head_dim", width, f"a width of at least qk_rope_head_dim, {rotary}")
-        if cache_rounding and width & (width - 1):
+        if not cache_rounding:
+            return
+        if width & (width - 1):
             raise ConfigError(
                 "index_head_dim", width, "a power of two, for the Hadamard rotation, or no cache rounding"
             )

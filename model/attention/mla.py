@@ -55,9 +55,8 @@ def absorbed(q_n: Tensor, q_r: Tensor, rows: Tensor, up: Tensor, visible: Tensor
 
 
 class Attention(nn.Module):
-    """`q_a_proj`, `q_a_layernorm`, `q_b_proj`, or `q_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`; `o_proj`.
-
-    `kv_b_proj` is Wkvb [H (p + v), c].
+    """`q_a_proj`, `q_a_layernorm`, `q_b_proj`, or `q_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`
+    [H (p + v), c], which is Wkvb; `o_proj` [D, H v].
     """
 
     def __init__(self, config: MLAConfig, plan: LayerPlan, *, dtype, device):
