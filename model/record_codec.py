@@ -66,8 +66,9 @@ class RecordCodec:
     """
 
     def __init__(self, record: Record, *, rounding: bool, dtype: torch.dtype):
-        for width, form in record.parts:
-            if width and form not in (BF16, FP8, FP8_UE8M0_64, MXFP4):
+        self._parts = [(width, form) for width, form in record.parts if width]
+        for _, form in self._parts:
+            if form not in (BF16, FP8, FP8_UE8M0_64, MXFP4):
                 raise ValueError(f"cached record is {form.name}; accepted: BF16, FP8 and MXFP4 blocks")
         self.record, self.rounding, self.dtype = record, rounding, dtype
         self.width = sum(width for width, _ in record.parts)
@@ -81,7 +82,7 @@ class RecordCodec:
         if not self.rounding:
             return x.to(self.dtype).contiguous().view(torch.uint8)
         planes, end, rest = [], [], []
-        for part, form in self._split(x, [width for width, _ in self.record.parts]):
+        for part, (_, form) in zip(x.split_with_sizes([w for w, _ in self._parts], dim=-1), self._parts, strict=True):
             if form is BF16:
                 kept = part.to(self.rest or torch.bfloat16)
                 planes.append(_bytes(kept.to(torch.bfloat16)))
@@ -100,7 +101,7 @@ class RecordCodec:
         if not self.rounding:
             return rows.contiguous().view(self.dtype)
         parts, low, back, rest = [], 0, self.nbytes, self.nbytes
-        for width, form in self.record.parts:
+        for width, form in self._parts:
             size = form.nbytes(width)
             if form is BF16:
                 part = _numbers(rows[..., low : low + size], torch.bfloat16).to(self.rest or torch.float32)
@@ -119,10 +120,6 @@ class RecordCodec:
             parts.append(part)
             low += size
         return torch.cat([part.to(self.rest or torch.float32) for part in parts], dim=-1)
-
-    def _split(self, x: Tensor, widths: list[int]):
-        parts = x.split_with_sizes(widths, dim=-1)
-        return [(part, form) for part, (_, form) in zip(parts, self.record.parts, strict=True) if part.shape[-1]]
 
     def __repr__(self) -> str:
         kind = self.record.describe() if self.rounding else f"{self.width} x {self.dtype}, not rounded"

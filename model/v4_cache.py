@@ -48,7 +48,7 @@ class V4Cache(RecordCache):
             for component, codec in kinds:
                 self.stores[plan.layer, component] = Store(codec, batch, plan.compress_ratio, self.device)
                 reach = REACH[plan.attention]
-                size = reach * plan.compress_ratio - 1 + self.rollback
+                size = max(reach * plan.compress_ratio - 1 + self.rollback, 1)
                 rows = torch.zeros(batch, size, 2, reach * codec.width, device=self.device)  # value and gate
                 self.rings[plan.layer, STATES[component]] = Ring(rows)
 
