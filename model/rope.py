@@ -66,6 +66,6 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     if channels == 0:
         return x
     kept, tail = x.split_with_sizes((x.shape[-1] - channels, channels), dim=-1)
-    pairs = torch.view_as_complex(wide(tail).unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.complex(*wide(tail).unflatten(-1, (-1, 2)).unbind(dim=-1))
     turned = torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2)
     return torch.cat((kept, turned.to(x.dtype)), dim=-1)
