@@ -1,4 +1,4 @@
-"""The attention of V4, layer by layer: window, HCA and CSA against the formulas written out (earlier generations, 5)."""
+"""The attention of V4, layer by layer: window, HCA and CSA against the formulas written out (earlier generations 5)."""
 
 from dataclasses import replace
 
