@@ -46,7 +46,7 @@ def unpack_fp8(codes: Tensor, scales: Tensor, form: BlockFormat) -> Tensor:
     """float32 vectors [..., W] of what `pack_fp8` gave."""
     number = form.scales(codes.shape[-1])
     if form.scale_bits == 32:
-        scale = scales.contiguous().view(torch.float32)
+        scale = _numbers(scales, torch.float32)
     else:
         scale = _powers(scales.device)[scales[..., :number].int()]
     values = _e4m3_values(codes.device)[codes.int()].unflatten(-1, (number, -1))

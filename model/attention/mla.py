@@ -46,12 +46,17 @@ def naive(q_n: Tensor, q_r: Tensor, rows: Tensor, expanded: Tensor, visible: Ten
 def absorbed(q_n: Tensor, q_r: Tensor, rows: Tensor, up: Tensor, visible: Tensor, scale: float) -> Tensor:
     """The same over the cached rows [B, N, c + r] themselves, one key for all heads; up [H, p + v, c] is Wkvb."""
     plain, latent = q_n.shape[-1], up.shape[-1]
-    with label("up_projection"):
-        query = torch.einsum("bshp,hpc->bshc", q_n, up[:, :plain])
+    query = _each_head(q_n, up[:, :plain])  # [B, S, H, c]
     keys = rows.unsqueeze(2)
     mixed = attend(torch.cat((query, q_r), dim=-1), keys, keys[..., :latent], visible, scale)  # [B, S, H, c]
+    return _each_head(mixed, up[:, plain:].transpose(1, 2))
+
+
+def _each_head(x: Tensor, weights: Tensor) -> Tensor:
+    """[B, S, H, b] of x [B, S, H, a], each head times a matrix of its own; weights [H, a, b]."""
     with label("up_projection"):
-        return torch.einsum("bshc,hvc->bshv", mixed, up[:, plain:])
+        out = x.flatten(0, 1).transpose(0, 1) @ weights  # [H, B S, b]
+    return out.transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 class Attention(nn.Module):

@@ -25,7 +25,7 @@ SAME = 1e-11  # float64; measured 2e-14
 
 CONFIGS = {
     "golden": {},
-    "one token, one head": {"index_topk": 1, "index_n_heads": 1, "num_attention_heads": 1},
+    "one token, one head": {"kv_lora_rank": 3, "index_topk": 1, "index_n_heads": 1, "num_attention_heads": 1},
     "more than there is": {"index_topk": 500},
     "two scales a latent": {"kv_lora_rank": 256, "index_head_dim": 128, "index_topk": 7},
     "all of the key rotated": {"index_head_dim": 16, "qk_nope_head_dim": 5, "v_head_dim": 9, "index_topk": 9},

@@ -47,7 +47,7 @@ CONFIGS = {
     "one head, odd widths": {
         "num_attention_heads": 1,
         "kv_lora_rank": 7,
-        "qk_nope_head_dim": 5,
+        "qk_nope_head_dim": 1,
         "qk_rope_head_dim": 2,
         "v_head_dim": 9,
     },
