@@ -1,14 +1,17 @@
-"""What a model of V1 to V4 asks of its input before it computes: ids, lengths and a cache that fit together."""
+"""How the models of V1 to V4 are called: what they ask of their input, and prompts in chunks.
+
+V4.1's prefill stops half-way for most of a prompt (`model.transformer`). Here every layer runs for every token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.cache import CacheError
-from model.transformer import InputError
+from model.transformer import EXACT, InputError
 
 
 def begin(model: nn.Module, ids, cache, lengths: Sequence[int] | None):
@@ -44,3 +47,48 @@ def begin(model: nn.Module, ids, cache, lengths: Sequence[int] | None):
         limit = config.max_position_embeddings
         raise InputError(f"{longest} tokens in a sequence; accepted: max_position_embeddings, {limit}")
     return cache, count, ids
+
+
+class WholePrompt:
+    """`prefill` as V4.1 has it, for models without an encoder-decoder."""
+
+    def tail_rows(self) -> None:
+        """Rows of a prompt that go through all layers: all of them."""
+
+    def prefill(
+        self,
+        ids: Tensor,
+        cache=None,
+        *,
+        tail: str | None = EXACT,
+        chunk: int | None = None,
+        lengths: Sequence[int] | None = None,
+        progress=None,
+    ) -> Tensor:
+        """Logits [B, vocab] of the last token of each prompt.
+
+        Args:
+            tail: `exact` or None, which are the same here.
+            chunk: tokens of a prompt that run at a time; all by default.
+            lengths: how many of the tokens are real, for each sequence; not with a chunk.
+            progress: called with (tokens done, tokens in all) after each chunk.
+
+        Raises:
+            InputError: as a forward, and another tail or chunk.
+        """
+        if tail not in (EXACT, None):
+            raise InputError(
+                f"tail is {tail!r}; accepted: {EXACT!r} or None, as {self.config.name} has no decoder half"
+            )
+        if chunk is None or lengths is not None:
+            if chunk is not None:
+                raise InputError(f"chunk is {chunk!r}, and lengths are given; accepted: one of the two")
+            return self(ids, cache, lengths=lengths, last=True)
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise InputError(f"chunk is {chunk!r}; accepted: a whole number from 1 or None")
+        cache, (rows, *_), ids = begin(self, ids, cache, None)
+        for low in range(0, rows, chunk):
+            logits = self(ids[:, low : low + chunk], cache, last=True)
+            if progress is not None:
+                progress(min(low + chunk, rows), rows)
+        return logits

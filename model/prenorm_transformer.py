@@ -29,7 +29,7 @@ from flashsim.reading import ConfigError
 from flashsim.schedule import LayerPlan, layer_plan
 from model.attention import dsa, gqa, mla
 from model.backend import BackendError, make_backend
-from model.call import begin
+from model.call import WholePrompt, begin
 from model.flop_counter import label
 from model.grouped_experts import MoE, SwiGLU, check_router
 from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide, wide_dtype
@@ -72,7 +72,7 @@ class Stack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
 
 
-class PreNormTransformer(nn.Module):
+class PreNormTransformer(WholePrompt, nn.Module):
     """What the three have in common, with uninitialised weights.
 
     Args:

@@ -172,6 +172,16 @@ class RecordCache:
                 ring.first[b] = max(ring.first[b], ring.end[b] - ring.size)  # what newer tokens have overwritten
                 ring.truncate(b, wanted)
 
+    def prefix(self, length: int, sequence: int = 0) -> Self:
+        """What V4.1 keeps of a prompt for long (`model.cache.Cache.prefix`); these models have no replay to go on with.
+
+        Raises:
+            CacheError: always.
+        """
+        raise CacheError(
+            f"prefix of {self.config.name}; accepted: caches of V4.1; here fork and truncate keep a prefix"
+        )
+
     def fork(self, sequences: Sequence[int] | None = None) -> Self:
         """An independent copy; with `sequences` of these, in this order and as often as they are named.
 

@@ -34,7 +34,7 @@ from model.attention.hca import HeavilyCompressedAttention
 from model.attention.window import WindowAttention
 from model.backend import BackendError
 from model.cache import ROLLBACK
-from model.call import begin
+from model.call import WholePrompt, begin
 from model.flop_counter import label
 from model.hyper_connection import coefficients, collapse, expand
 from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide, wide_dtype
@@ -77,7 +77,7 @@ class V4Block(nn.Module):
         )
 
 
-class V4Transformer(nn.Module):
+class V4Transformer(WholePrompt, nn.Module):
     """The text model of a V4 config, with uninitialised weights.
 
     Args:

@@ -13,6 +13,7 @@ from model.attention import gqa
 from model.backend import BackendError
 from model.cache import CacheError
 from model.flop_counter import FlopCounter
+from model.generate import generate
 from model.prenorm_transformer import GQATransformer
 from model.random_weights import randomise
 from model.token_cache import TokenCache, TokenStep
@@ -178,6 +179,35 @@ def test_truncate_and_fork(tiny, ids):
             cache.truncate(wanted)
     with pytest.raises(CacheError, match="sequences is"):
         cache.fork([2])
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 40])
+def test_prefill_gives_the_last_logits(tiny, ids, chunk):
+    """As V4.1's, with every layer for every row; so `python -m model.generate` runs these models."""
+    cache, seen = tiny.new_cache(2), []
+    last = tiny.prefill(ids[:, :30], cache, tail=None, chunk=chunk, progress=lambda *pair: seen.append(pair))
+    assert (last - tiny(ids[:, :30])[:, -1]).abs().max() < SAME
+    assert cache.lengths == [30, 30]
+    assert seen == ([(7, 30), (14, 30), (21, 30), (28, 30), (30, 30)] if chunk == 7 else seen)
+    new = generate(tiny, ids[0, :9].tolist(), 3, chunk=chunk)
+    expected = ids[:1, :9]
+    for _ in range(3):
+        expected = torch.cat([expected, tiny(expected)[:, -1:].argmax(-1)], dim=1)
+    assert new == expected[0, 9:].tolist()
+
+
+def test_prefill_of_ragged_prompts_and_what_it_refuses(tiny, ids):
+    last = tiny.prefill(ids[:, :20], lengths=[20, 6])
+    assert (last - torch.stack([tiny(ids[:1])[0, 19], tiny(ids[1:])[0, 5]])).abs().max() < SAME
+    for options, text in (
+        ({"tail": 8}, "tail is 8; accepted: 'exact' or None"),
+        ({"chunk": 0}, "chunk is 0; accepted: a whole number from 1"),
+        ({"chunk": 4, "lengths": [20, 6]}, "accepted: one of the two"),
+    ):
+        with pytest.raises(InputError, match=text):
+            tiny.prefill(ids[:, :20], **options)
+    with pytest.raises(CacheError, match="accepted: caches of V4.1"):
+        tiny.new_cache().prefix(3)
 
 
 # --- bytes and FLOPs --------------------------------------------------------------------------------------------------
