@@ -206,7 +206,7 @@ def test_prefill_of_ragged_prompts_and_what_it_refuses(tiny, ids):
     ):
         with pytest.raises(InputError, match=text):
             tiny.prefill(ids[:, :20], **options)
-    with pytest.raises(CacheError, match="accepted: caches of V4.1"):
+    with pytest.raises(CacheError, match="prefix of llama; accepted: caches of"):
         tiny.new_cache().prefix(3)
 
 
