@@ -1,5 +1,6 @@
 """The attention of V4, layer by layer: window, HCA and CSA against the formulas written out (earlier generations 5)."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -31,10 +32,10 @@ def layer(config, number, seed=0):
     return randomise(ATTENTION[plan.attention](config, plan, dtype=torch.float64, device=CPU), seed)
 
 
-def run(attention, x, sizes=None):
+def run(attention, x, sizes=None, cache_rounding=False):
     """[B, S, D] of the rows x, in calls of these sizes."""
     config, out, low = attention.config, [], 0
-    cache = V4Cache(config, len(x), dtype=torch.float64, cache_rounding=False)
+    cache = V4Cache(config, len(x), dtype=torch.float64, cache_rounding=cache_rounding)
     for size in sizes or [x.shape[1]]:
         step = Step(config, [low] * len(x), [size] * len(x), CPU)
         cache.begin(step)
@@ -58,12 +59,34 @@ def turn(v, config, position, compressed, sign=1):
     return v
 
 
-def written_out(attention, x, entries):
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+
+
+def rounded(v, group, values, floor):
+    """QDQ of 1.4 by looking for the nearest value; a tie goes to the even code."""
+    out = []
+    for block in v.split(min(group, len(v))):
+        wanted = torch.tensor(max(float(block.abs().max()), floor)).float() * torch.tensor(1 / values[-1]).float()
+        scale = 2.0 ** math.ceil(math.log2(wanted))
+        for x in (block / scale).tolist():
+            code = min(range(len(values)), key=lambda c: (abs(values[c] - abs(x)), c % 2))
+            out.append(math.copysign(values[code] * scale, x))
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def record(v, config):
+    """A window or entry vector with all channels but the rotary ones in FP8, groups of 64."""
+    plain = config.head_dim - config.qk_rope_head_dim
+    return torch.cat((rounded(v[:plain], 64, E4M3, 1e-4), v[plain:])) if plain else v
+
+
+def written_out(attention, x, entries, keep=lambda v, config: v):
     """The layer for x [S, D] by the formulas of 5.2 and 5.5; entries(i) gives the entry vectors that query i sees."""
     config, compressed = attention.config, attention.plan.compress_ratio > 0
     heads, width, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     kv = [rms(row @ attention.wkv.weight.T, attention.kv_norm.weight, eps) for row in x]
-    kv = [turn(row, config, i, compressed) for i, row in enumerate(kv)]
+    kv = [keep(turn(row, config, i, compressed), config) for i, row in enumerate(kv)]
     out = []
     for i, row in enumerate(x):
         qr = rms(row @ attention.wq_a.weight.T, attention.q_norm.weight, eps)
@@ -195,12 +218,12 @@ def csa_entries(compressor, x):
     return made
 
 
-def picks(attention, x, i, keys):
+def picks(attention, x, i, keys, keep=lambda v: v):
     """The entries of query i by 5.4, the best first."""
     config, indexer = attention.config, attention.indexer
     qr = rms(x[i] @ attention.wq_a.weight.T, attention.q_norm.weight, config.rms_norm_eps)
     q = (qr @ indexer.wq_b.weight.T).view(config.index_n_heads, -1)
-    q = turn(q, config, i, True)
+    q = torch.stack([keep(head) for head in turn(q, config, i, True)])
     w = x[i] @ indexer.weights_proj.weight.T * (config.index_head_dim * config.index_n_heads) ** -0.5
     scores = [float((torch.relu(q @ key) * w).sum()) for key in keys[: (i + 1) // indexer.ratio]]
     return sorted(range(len(scores)), key=lambda t: (-scores[t], t))[: config.index_topk]
@@ -279,6 +302,38 @@ def test_scores_that_are_all_zero_select_the_lowest():
     cache.begin(step)
     _, selected = attention.entries(x, attention.q_norm(attention.wq_a(x)), step, cache)
     assert selected[0, 29].tolist() == [0, 1]
+
+
+def sylvester(v):
+    """H of 1.5 by its matrix."""
+    w = torch.ones(1, 1, dtype=torch.float64)
+    while len(w) < len(v):
+        w = torch.cat((torch.cat((w, w), dim=1), torch.cat((w, -w), dim=1)))
+    return w @ v * len(v) ** -0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim": 144, "index_head_dim": 64, "index_topk": 2},
+        {"head_dim": 48, "index_head_dim": 16, "index_n_heads": 5, "sliding_window": 5},
+    ],
+)
+def test_rounded_csa_and_hca_are_the_formula(changes):
+    """Records in FP8, index queries and keys in FP4 after the Hadamard rotation, by 1.4 and 1.5 value by value."""
+    config, x = v4(**changes), noise(29, 48)
+    fp4 = lambda v: rounded(sylvester(v), 32, E2M1, 6 * 2.0**-126)  # noqa: E731
+    csa, hca = layer(config, 1), layer(config, 2)
+    made = [record(entry, config) for entry in csa_entries(csa.compressor, x)]
+    keys = [fp4(key) for key in csa_entries(csa.indexer.compressor, x)]
+    expected = written_out(csa, x, lambda i: [made[t] for t in picks(csa, x, i, keys, fp4)], record)
+    got = run(csa, x[None], cache_rounding=True)[0]
+    assert (got - expected).abs().max() < 2e-6  # measured 4e-7
+    assert (got - run(csa, x[None])[0]).abs().max() > 1e-3
+    made = [record(entry, config) for entry in hca_entries(hca, x)]
+    expected = written_out(hca, x, lambda i: made[: (i + 1) // 16], record)
+    assert (run(hca, x[None], cache_rounding=True)[0] - expected).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("changes", CSA_SHAPES[:1] + CSA_SHAPES[3:])
