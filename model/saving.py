@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashsim.config import V41Config
+from flashsim.config import Config, V41Config
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, SINGLE_FILE
+from model.generations import tensors
 from model.safetensors_file import TORCH_TYPES, CheckpointError, write_file
-from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored, tensors
+from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored
 from model.weight_formats import WeightValueError, pack
 
 LAYOUTS = ("quantised", "bfloat16", "float32")
@@ -52,7 +53,7 @@ def save(
     Args:
         model: its `state_dict` has the released names, its `config` is the text config.
         folder: must not exist yet, or be empty.
-        layout: `quantised`, `bfloat16` or `float32`.
+        layout: `quantised` (V4.1 alone), `bfloat16` or `float32`.
         config_json: the whole config.json to base the written one on; by default one is made from `model.config`.
         shard_bytes: a file takes no more than this, unless a single tensor does.
         tokenizer: a `tokenizers.Tokenizer` to write along.
@@ -60,6 +61,10 @@ def save(
     Raises:
         CheckpointError: the parameters are not those of the config, or one has a value that cannot be stored.
     """
+    if layout == "quantised" and not isinstance(model.config, V41Config):
+        raise CheckpointError(
+            f"layout is {layout!r} with model_type {model.config.model_type}; accepted: bfloat16, float32"
+        )
     state = model.state_dict()
     table = {name: spec for name, spec in tensors(model.config).items() if spec.part == "text"}
     wrong = sorted(set(table) ^ set(state))
@@ -78,8 +83,10 @@ def save(
     )
 
 
-def config_to_json(config: V41Config) -> dict[str, Any]:
+def config_to_json(config: Config) -> dict[str, Any]:
     """A whole `config.json` of a text config, in the nesting of the release."""
+    if not isinstance(config, V41Config):
+        return config.to_dict()
     text = config.to_dict() | {"model_type": f"{config.model_type}_text"}
     return {
         "architectures": ["DeepseekV41ForCausalLM"],

@@ -127,6 +127,16 @@ def test_whole_numbers_of_32_bits_and_half_floats(tmp_path):
     assert lm.layers[0].ffn.gate.tid2eid.dtype == torch.int64 and lm.embed.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", [name for name in LADDER_PRESETS if "v4.1" not in name])
+def test_save_and_load(tmp_path, name):
+    lm, ids = model.load(name, seed=1), torch.arange(12).view(1, 12)
+    again = model.load(model.save(lm, tmp_path / "float32"))
+    assert again.config == lm.config and torch.equal(again(ids), lm(ids))
+    model.load(model.save(lm, tmp_path / "bfloat16", "bfloat16"))
+    with pytest.raises(CheckpointError, match=r"layout is 'quantised' with .*; accepted: bfloat16, float32"):
+        model.save(lm, tmp_path / "quantised", "quantised")
+
+
 def test_what_the_earlier_models_do_not_have():
     for options in ({"packed": True}, {"offload": True}):
         with pytest.raises(CheckpointError, match="v4 is of deepseek_v4; packed and offload are for deepseek_v41"):
