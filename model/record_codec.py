@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashsim.formats import BF16, FP8, FP8_UE8M0_64, MXFP4, BlockFormat, Record
 from model.layers import wide_dtype
-from model.quant import _e4m3_values, _powers, pack, power_of_two, unpack_record
+from model.quant import pack, power_of_two, unpack_record
 from model.weight_formats import E4M3_MAX
 
 FLOOR = 1e-4  # the smallest magnitude that sets an FP8 scale
@@ -48,8 +48,8 @@ def unpack_fp8(codes: Tensor, scales: Tensor, form: BlockFormat) -> Tensor:
     if form.scale_bits == 32:
         scale = _numbers(scales, torch.float32)
     else:
-        scale = _powers(scales.device)[scales[..., :number].int()]
-    values = _e4m3_values(codes.device)[codes.int()].unflatten(-1, (number, -1))
+        scale = scales[..., :number].view(torch.float8_e8m0fnu).float()
+    values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (number, -1))
     return (values * scale.unsqueeze(-1)).flatten(-2)
 
 
