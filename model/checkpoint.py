@@ -21,7 +21,6 @@ import torch
 
 from flashsim.config import Config, V41Config, load_config
 from flashsim.reading import ConfigError, read_json_object
-from model.generations import is_draft, tensors
 from model.safetensors_file import CheckpointError, SafetensorsFile
 from model.tensor_table import (
     BLOCK,
@@ -64,6 +63,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike):
+        from model.generations import is_draft, tensors  # the models may read stored weights, which are of a checkpoint
+
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; a checkpoint is a folder with {CONFIG_FILE}")
