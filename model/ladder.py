@@ -35,7 +35,7 @@ from flashsim.flops import decode_flops
 from flashsim.kv_cache import kv_bytes_per_token, kv_cache
 from flashsim.schedule import layer_plan
 from flashsim.traffic import decode_read
-from flashsim.units import number, plain
+from flashsim.units import ContextError, number, parse_context, plain
 from model.flop_counter import REASONS, FlopCounter
 from model.loading import load
 from model.tokenizer import encode
@@ -130,13 +130,16 @@ def period(config: Config) -> int:
     return math.lcm(*(max(plan.compress_ratio, 1) for plan in layer_plan(config)))
 
 
-def climb(prompt: str = PROMPT, context: int = CONTEXT, released_context: int = RELEASED_CONTEXT) -> list[Rung]:
+def climb(
+    prompt: str = PROMPT, context: int = CONTEXT, released_context: int = RELEASED_CONTEXT, *, progress=None
+) -> list[Rung]:
     """Every generation at the small scale, in order of release.
 
     Args:
         prompt: repeated until there are enough tokens, one for each byte.
         context: tokens visible in the decode step.
         released_context: the same for the released models, which are predicted alone.
+        progress: called with the name of each generation before it runs.
 
     Raises:
         LadderError: a context that one of the models does not take, or an empty prompt.
@@ -149,6 +152,8 @@ def climb(prompt: str = PROMPT, context: int = CONTEXT, released_context: int = 
         raise LadderError("prompt is empty; accepted: a text of at least one byte")
     rungs = []
     for config, (released, change) in zip(configs, CHANGES.items(), strict=True):
+        if progress is not None:
+            progress(LOOKS[released].label)
         lm = load(config)
         ids = encode(lm.tokenizer, prompt)
         ids = (ids * (most // len(ids) + 1))[: context + period(config)]
@@ -336,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Runs every generation at one small scale: bytes stored and FLOPs, measured beside predicted.",
     )
     parser.add_argument("--prompt", default=PROMPT, help="text, repeated until there are enough tokens")
-    parser.add_argument("--context", type=int, default=CONTEXT, help=f"tokens visible (default {CONTEXT})")
+    parser.add_argument("--context", metavar="N", default=CONTEXT, help=f"tokens visible, {CONTEXT} by default; 2Ki")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--figure", metavar="PATH", help="draw the figure too, to an .svg or .png file")
     options = parser.parse_args(arguments)
@@ -344,14 +349,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.figure is not None and Path(options.figure).suffix not in (".svg", ".png"):
             raise LadderError(f"figure is {options.figure!r}; accepted: a path that ends in .svg or .png")
-        rungs = climb(options.prompt, options.context)
+        rungs = climb(options.prompt, parse_context(options.context), progress=_progress)
         if options.figure is not None:
             write_figure(rungs, options.figure)
-    except (LadderError, FigureError) as error:
+    except (LadderError, FigureError, ContextError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps([rung.to_dict() for rung in rungs], indent=1) if options.json else table(rungs))
     return 0
+
+
+def _progress(generation: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{generation} ...", end="\r", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

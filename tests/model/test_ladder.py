@@ -60,9 +60,14 @@ def test_the_table_can_be_read(rungs):
 
 
 def test_command_line(rungs, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(ladder, "climb", lambda prompt, context: rungs)
+    asked = []
+    monkeypatch.setattr(ladder, "climb", lambda prompt, context, progress: asked.append((prompt, context)) or rungs)
     assert ladder.main([]) == 0
     assert capsys.readouterr().out.strip() == ladder.table(rungs).strip()
+    assert ladder.main(["--context", "1.5Ki", "--prompt", "abc"]) == 0
+    assert asked == [(ladder.PROMPT, ladder.CONTEXT), ("abc", 1536)]
+    assert ladder.main(["--context", "abc"]) == 1
+    assert "context is 'abc'; accepted: a whole number of tokens" in capsys.readouterr().err
     assert ladder.main(["--json", "--figure", str(tmp_path / "new" / "ladder.svg")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found[-1]["measured"]["stored_bytes_per_token"] == float(kv_bytes_per_token(load_config("ladder-v4.1")))
