@@ -2,16 +2,19 @@
 
     python -m model.ladder [--prompt TEXT] [--context N] [--json] [--figure PATH]
 
-Each model runs N - 1 tokens of the text and one decode step; what its cache then holds is counted in its tensors, and
-the step's matrix products where PyTorch dispatches them. Predictions are those of `flashsim` for the same config and,
-below, for the released model, which nothing here could run. Weights are random: bytes and FLOPs do not depend on them.
+Each model runs N - 1 tokens of the text and one decode step; what its cache then holds is counted in its tensors, what
+the step reads of it where records are unpacked, and matrix products where PyTorch dispatches them. Predictions are
+those of `flashsim` for the same config and, below, for the released model, which nothing here could run. Weights are
+random: bytes and FLOPs do not depend on them.
 
 | column | measured | predicted |
 | --- | --- | --- |
 | stored, bytes a token | what a period more of tokens adds to entries and index keys, a token | `kv_bytes_per_token` |
 | window, bytes | the sliding windows of all layers, constant once they are full | `kv_cache` |
-| read, bytes a step | | `decode_read` |
-| decode, FLOPs | matrix products of the step | `decode_flops`, which leaves out what `REASONS` names |
+| read, bytes a step | records that the step unpacks | `decode_read` |
+| decode, FLOPs a token | matrix products of the step | `decode_flops` |
+
+Where a measured number is not the predicted one, the component and the reason stand below the table.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from flashsim.kv_cache import kv_bytes_per_token, kv_cache
 from flashsim.schedule import layer_plan
 from flashsim.traffic import decode_read
 from flashsim.units import ContextError, number, parse_context, plain
-from model.flop_counter import REASONS, FlopCounter
+from model.flop_counter import Comparison, FlopCounter
 from model.loading import load
+from model.read_counter import ReadCounter
 from model.tokenizer import encode
 
 CONTEXT, RELEASED_CONTEXT = 512, 10**6
@@ -60,12 +64,12 @@ class LadderError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one model at `context` tokens: exact numbers; None where nothing was measured."""
+    """Of one model at `context` tokens: exact numbers. Weights of FLOPs belong to predictions alone."""
 
     context: int
     stored_bytes_per_token: int | Fraction
     window_bytes: int
-    read_bytes_per_step: int | None
+    read_bytes_per_step: int
     decode_flops: int | Fraction
     weighted_decode_flops: int | Fraction | None = None
 
@@ -74,7 +78,7 @@ class Costs:
 class Rung:
     """One generation: small and measured, small and predicted, released and predicted.
 
-    `differences` names every component whose counted FLOPs are not the predicted ones: counted, predicted, reason.
+    `flops_differences` and `read_differences` have every component that is not as predicted, with the reason.
     """
 
     generation: str
@@ -84,17 +88,17 @@ class Rung:
     measured: Costs
     predicted: Costs
     predicted_released: Costs
-    differences: dict[str, tuple[int, int | Fraction, str]] = field(default_factory=dict)
+    flops_differences: dict[str, Comparison] = field(default_factory=dict)
+    read_differences: dict[str, Comparison] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
         fields = asdict(self)
         for costs in ("measured", "predicted", "predicted_released"):
             fields[costs] = {k: v if v is None else plain(v) for k, v in fields[costs].items()}
-        fields["differences"] = {
-            name: {"counted": counted, "predicted": plain(predicted), "reason": reason}
-            for name, (counted, predicted, reason) in self.differences.items()
-        }
+        for kind in ("flops_differences", "read_differences"):
+            rows = getattr(self, kind).values()
+            fields[kind] = {row.component: row._replace(predicted=plain(row.predicted))._asdict() for row in rows}
         return fields
 
 
@@ -106,8 +110,8 @@ def predict(config: Config, context: int) -> Costs:
     return Costs(context, stored, windows, read, flops.total(), flops.weighted_total())
 
 
-def measure(lm: nn.Module, ids: Sequence[int], context: int) -> tuple[Costs, FlopCounter]:
-    """What a model stores with `context` tokens and computes in the decode step of the last one.
+def measure(lm: nn.Module, ids: Sequence[int], context: int) -> tuple[Costs, FlopCounter, ReadCounter]:
+    """What a model stores with `context` tokens, and reads and computes in the decode step of the last one.
 
     ids: at least `context` tokens and a period of the compression ratios more.
     """
@@ -116,13 +120,13 @@ def measure(lm: nn.Module, ids: Sequence[int], context: int) -> tuple[Costs, Flo
     cache = lm.new_cache(capacity=ids.shape[1])
     if context > 1:
         lm(ids[:, : context - 1], cache=cache, last=True)
-    with FlopCounter(lm) as counter:
+    with FlopCounter(lm) as products, ReadCounter(cache) as reads:
         lm(ids[:, context - 1 : context], cache=cache, last=True)
     before = cache.nbytes(by="tier")
     lm(ids[:, context:], cache=cache, last=True)
     grown = Fraction(cache.nbytes(by="tier")["global"] - before["global"], more)
-    flops = sum(counter.flops.values())
-    return Costs(context, _whole(grown), before.get("window", 0), None, flops), counter
+    read, flops = sum(reads.nbytes.values()), sum(products.flops.values())
+    return Costs(context, _whole(grown), before.get("window", 0), read, flops), products, reads
 
 
 def period(config: Config) -> int:
@@ -157,8 +161,8 @@ def climb(
         lm = load(config)
         ids = encode(lm.tokenizer, prompt)
         ids = (ids * (most // len(ids) + 1))[: context + period(config)]
-        measured, counter = measure(lm, ids, context)
-        rows = counter.compare(decode_flops(config, context))
+        measured, products, reads = measure(lm, ids, context)
+        rows = products.compare(decode_flops(config, context)), reads.compare(decode_read(config, context))
         rungs.append(
             Rung(
                 LOOKS[released].label,
@@ -168,7 +172,7 @@ def climb(
                 measured,
                 predict(config, context),
                 predict(load_config(released), released_context),
-                {row.component: (row.counted, row.predicted, row.reason) for row in rows if row.reason},
+                *({row.component: row for row in each if row.reason} for each in rows),
             )
         )
     return rungs
@@ -189,7 +193,7 @@ def table(rungs: Sequence[Rung]) -> str:
         ("", ("generation", "what is cached")),
         ("stored, bytes a token", both),
         ("window, bytes", both),
-        ("read, bytes a step", ("predicted",)),
+        ("read, bytes a step", both),
         ("decode, FLOPs a token", both),
     )
     rows = [
@@ -197,7 +201,7 @@ def table(rungs: Sequence[Rung]) -> str:
             *(rung.generation, rung.change),
             *(number(costs.stored_bytes_per_token) for costs in (rung.measured, rung.predicted)),
             *(number(costs.window_bytes) for costs in (rung.measured, rung.predicted)),
-            number(rung.predicted.read_bytes_per_step),
+            *(number(costs.read_bytes_per_step) for costs in (rung.measured, rung.predicted)),
             *(number(costs.decode_flops) for costs in (rung.measured, rung.predicted)),
         )
         for rung in rungs
@@ -232,13 +236,16 @@ than a million: theirs is an extrapolation."""
 
 
 def _differences(rungs: Sequence[Rung]) -> list[str]:
-    """Where measured FLOPs are not the predicted ones: the component, how many more in which generation, and why."""
+    """Where measured is not predicted: the component, how much more in which generation, and why."""
     lines = []
-    for component, reason in REASONS.items():
-        there = [(rung.generation, rung.differences[component]) for rung in rungs if component in rung.differences]
-        if there:
-            more = ", ".join(f"{name} {number(counted - predicted)}" for name, (counted, predicted, _) in there)
-            lines += [f"FLOPs measured beyond the prediction, {component}: {more}", f"    {reason}"]
+    for words, kind in (("bytes read", "read_differences"), ("FLOPs", "flops_differences")):
+        found: dict[tuple[str, str], list[str]] = {}
+        for rung in rungs:
+            for row in getattr(rung, kind).values():
+                more = f"{rung.generation} {number(row.counted - row.predicted)}"
+                found.setdefault((row.component, row.reason), []).append(more)
+        for (component, reason), more in found.items():
+            lines += [f"{words} measured beyond the prediction, {component}: {', '.join(more)}", f"    {reason}"]
     return lines
 
 

@@ -30,9 +30,10 @@ def test_measured_is_predicted(rungs):
     for rung in rungs:
         assert rung.measured.stored_bytes_per_token == rung.predicted.stored_bytes_per_token
         assert rung.measured.window_bytes == rung.predicted.window_bytes
-        beyond = sum(counted - predicted for counted, predicted, _ in rung.differences.values())
+        assert rung.measured.read_bytes_per_step == rung.predicted.read_bytes_per_step and not rung.read_differences
+        beyond = sum(row.counted - row.predicted for row in rung.flops_differences.values())
         assert rung.measured.decode_flops - beyond == rung.predicted.decode_flops
-        assert set(rung.differences) <= set(REASONS)
+        assert set(rung.flops_differences) <= set(REASONS)
 
 
 def test_the_shape_of_the_release(rungs):
@@ -71,7 +72,7 @@ def test_command_line(rungs, monkeypatch, capsys, tmp_path):
     assert ladder.main(["--json", "--figure", str(tmp_path / "new" / "ladder.svg")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found[-1]["measured"]["stored_bytes_per_token"] == float(kv_bytes_per_token(load_config("ladder-v4.1")))
-    assert found[-1]["differences"]["indexer_key"]["reason"] == REASONS["indexer_key"]
+    assert found[-1]["flops_differences"]["indexer_key"]["reason"] == REASONS["indexer_key"]
     svg = (tmp_path / "new" / "ladder.svg").read_text()
     assert "<title" in svg and "V4.1-Flash: small model 160.5 bytes a token measured, 160.5 predicted" in svg
     assert ladder.main(["--figure", str(tmp_path / "ladder.gif")]) == 1
