@@ -32,7 +32,7 @@ from flashsim.schedule import LayerPlan, layer_plan
 from model.attention.csa import CompressedSparseAttention
 from model.attention.hca import HeavilyCompressedAttention
 from model.attention.window import WindowAttention
-from model.backend import BackendError
+from model.backend import BackendError, make_backend
 from model.cache import ROLLBACK
 from model.call import WholePrompt, begin
 from model.flop_counter import label
@@ -104,7 +104,8 @@ class V4Transformer(WholePrompt, nn.Module):
         _check(config, cache_rounding)
         if backend != "reference":
             raise BackendError(f"backend is {backend!r}; accepted: reference, as the kernels are those of V4.1")
-        self.config, self.dtype, self.cache_rounding = config, dtype, cache_rounding
+        self.config, self.backend = config, make_backend(backend)
+        self.dtype, self.cache_rounding = dtype, cache_rounding
         options = {"dtype": dtype, "device": device}
         self.plans = layer_plan(config)
         self.embed = Embedding(config.vocab_size, config.hidden_size, **options)
@@ -184,7 +185,7 @@ class V4Transformer(WholePrompt, nn.Module):
     def extra_repr(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         name, rounding = self.config.name, self.cache_rounding
-        return f"{name}, backend='reference', dtype={dtype}, device={self.device}, cache_rounding={rounding}"
+        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
 
 
 def _add_mixing(module: nn.Module, name: str, rows: int, scales: int, config: V4Config, *, dtype, device) -> None:
