@@ -287,6 +287,7 @@ def test_names_of_a_checkpoint(tiny):
     assert set(GQATransformer(GOLDEN, device="meta").state_dict()) == names
     tied = GQATransformer(fields(tie_word_embeddings=True), device="meta")
     assert set(tiny.state_dict()) - set(tied.state_dict()) == {"lm_head.weight"}
+    assert not tiny(torch.zeros(1, 3, dtype=torch.int64)).is_inference()
     assert "backend='reference', dtype=float64, device=cpu, cache_rounding=True" in repr(tiny)
 
 

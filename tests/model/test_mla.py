@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flashsim import decode_flops, decode_read, kv_cache, load_config
+from flashsim import decode_flops, decode_read, kv_cache, load_config, parameters
 from flashsim.reading import ConfigError
 from model import grouped_experts, token_cache, yarn
 from model.attention import mla
@@ -283,6 +283,10 @@ def test_the_two_places_of_the_magnitude(changes, gain, scale):
     assert yarn.softmax_scale(config, 36) == pytest.approx(36**-0.5 * (1 + 0.1 * scale * math.log(40)) ** 2, rel=1e-12)
 
 
+def test_a_shorter_context_has_no_magnitude():
+    assert yarn.magnitude(0.5, 1.0) == yarn.magnitude(1, 1.0) == 1
+
+
 # --- experts (3.6) ----------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +315,7 @@ def test_routing_of_v3():
     assert experts == [0, 2, 3]
     total = s[0] + s[2] + s[3]
     assert weights == pytest.approx([3 * s[0] / total, 3 * s[2] / total, 3 * s[3] / total])
+    assert gate(logits, [-9.0] * 6, **sizes)[0] == [2, 3]  # scores below zero are still above a group that is out
     _, raw = gate(logits, [0.0] * 6, **sizes, norm_topk_prob=False)
     assert raw == pytest.approx([3 * s[2], 3 * s[3]])
 
@@ -418,9 +423,12 @@ def test_names_of_a_checkpoint():
     assert not any("q_a" in name or "correction" in name for name in lite)
 
 
-def test_the_release_is_built_without_memory():
-    model = MLATransformer("v3", device="meta", dtype=torch.bfloat16)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(671.03e9, rel=1e-4)
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_parameters_are_those_that_are_counted(name):
+    """Layers of the released width, a few of them."""
+    config = load_config(load_config(name).to_dict() | {"num_hidden_layers": 5})
+    model = MLATransformer(config, device="meta", dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == parameters(config).total()
 
 
 @pytest.mark.parametrize(
