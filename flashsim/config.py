@@ -775,7 +775,9 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     except (OSError, ValueError):
         known = False
     if not known and isinstance(source, str) and os.sep not in source and not source.endswith(".json"):
-        near = difflib.get_close_matches(source.lower()[:80], (*PRESETS, *SMALL_PRESETS, *LADDER_PRESETS, *ALIASES), n=1)
+        near = difflib.get_close_matches(
+            source.lower()[:80], (*PRESETS, *SMALL_PRESETS, *LADDER_PRESETS, *ALIASES), n=1
+        )
         hint = f" (did you mean {near[0]}?)" if near else ""
         names = ", ".join((*PRESETS, *SMALL_PRESETS))
         raise ConfigError("model", source, f"{names}, or the path of a config.json{hint}")
