@@ -33,6 +33,9 @@ PRESETS = ("deepseek-llm-67b", "v2", "v3", "v3.2", "v4-flash", "v4-pro", "v4.1-f
 SMALL_PRESETS = ("tiny", "mini")
 """V4.1 configs with small numbers, one for tests and one for lessons: every role and mechanism, random weights."""
 
+LADDER_PRESETS = tuple(f"ladder-{name}" for name in ("v1", "v2", "v3", "v3.2", "v4-flash", "v4-pro", "v4.1"))
+"""Every generation at one small scale: 16 layers, 8 heads, cached vectors of 160 channels (V1: 2 KV heads of 128)."""
+
 ALIASES = {
     "v1": "deepseek-llm-67b",
     "deepseek-67b": "deepseek-llm-67b",
@@ -429,6 +432,7 @@ class MLAConfig(MoEConfig):
     moe_layer_freq: int = count(1, high=10_000)
     n_group: int | None = count(None, optional=True)
     topk_group: int | None = count(None, optional=True)
+    rope_interleave: bool = flag(True)  # adjacent channels are a pair; false: channels i and i + r / 2
     attention_bias: bool = flag(False)
 
     def _check(self) -> None:
@@ -578,6 +582,9 @@ class V4Config(CompressedConfig):
 
     model_types: ClassVar = ("deepseek_v4",)
 
+    scoring_func: str | None = text("sqrtsoftplus")
+    topk_method: str | None = text("noaux_tc")
+    norm_topk_prob: bool = flag(True)
     num_hash_layers: int = count(low=0, high=10_000)
     compress_rate_csa: int = count(4, high=2**20)
 
@@ -734,7 +741,7 @@ def preset_name(name: str) -> str | None:
     short = name.strip().lower().removeprefix("deepseek-ai/")
     for candidate in (short, short.removeprefix("deepseek-")):
         candidate = ALIASES.get(candidate, candidate)
-        if candidate in (*PRESETS, *SMALL_PRESETS):
+        if candidate in (*PRESETS, *SMALL_PRESETS, *LADDER_PRESETS):
             return candidate
     return None
 
@@ -768,7 +775,9 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     except (OSError, ValueError):
         known = False
     if not known and isinstance(source, str) and os.sep not in source and not source.endswith(".json"):
-        near = difflib.get_close_matches(source.lower()[:80], (*PRESETS, *SMALL_PRESETS, *ALIASES), n=1)
+        near = difflib.get_close_matches(
+            source.lower()[:80], (*PRESETS, *SMALL_PRESETS, *LADDER_PRESETS, *ALIASES), n=1
+        )
         hint = f" (did you mean {near[0]}?)" if near else ""
         names = ", ".join((*PRESETS, *SMALL_PRESETS))
         raise ConfigError("model", source, f"{names}, or the path of a config.json{hint}")

@@ -30,7 +30,6 @@ from model.tensor_table import (
     Header,
     packed,
     scale_name,
-    tensors,
 )
 from model.weight_formats import WeightValueError, unpack
 
@@ -49,6 +48,8 @@ QUANTISATION = {
 """The `quantization_config` of the release: the one layout of packed weights that is read and written here."""
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_WHOLE = ("I64", "I32")
+_PACKED = tuple(WEIGHT_TYPES.values())
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -63,6 +64,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike):
+        from model.generations import is_draft, tensors  # the models may read stored weights, which are of a checkpoint
+
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; a checkpoint is a folder with {CONFIG_FILE}")
@@ -70,7 +73,7 @@ class Checkpoint:
         if config_path.exists():  # where it is missing, the reader says so
             config_path = _inside(self.folder, CONFIG_FILE)
         self.root = read_json_object(config_path)
-        self.config = text_config(load_config(config_path))
+        self.config = load_config(config_path)
         self.vision = self.root.get("vision_config")
         self.table = tensors(self.config, self.vision)
         self.files, self.index = _open_files(self.folder)
@@ -78,7 +81,7 @@ class Checkpoint:
         self.headers = {name: header for file in self.files.values() for name, header in file.headers.items()}
 
         known = {name for name in self.table} | {scale_name(name) for name, s in self.table.items() if s.quantised}
-        self.extra = [name for name in self.headers if name not in known]
+        self.extra = [name for name in self.headers if name not in known and not is_draft(self.config, name)]
         self.parts = tuple(part for part in PARTS if part == "text" or self._any_of(part))
         self.packed = {
             name
@@ -106,8 +109,9 @@ class Checkpoint:
             expected = {name: Header(header.dtype, spec.shape)}
             if name in self.packed:
                 expected[name], expected[scale] = packed(spec)
-            elif header.dtype not in _FLOATS:
+            elif header.dtype not in (_WHOLE if spec.kind == "ids" else _FLOATS):
                 kinds = (*_FLOATS, WEIGHT_TYPES[spec.kind]) if spec.quantised else _FLOATS
+                kinds = _WHOLE if spec.kind == "ids" else kinds
                 mistyped.append(f"{name} is {header.dtype}, accepted: {', '.join(kinds)}")
                 continue
             elif spec.quantised and scale in self.headers:
@@ -128,6 +132,8 @@ class Checkpoint:
             ("{}", mistyped),
         )
         found = [text.format(_listed(names)) for text, names in groups if names]
+        if not isinstance(self.config, V41Config) and any(h.dtype in _PACKED for h in self.headers.values()):
+            found.insert(0, f"has packed weights, which are read for V4.1 alone; accepted: {', '.join(_FLOATS)}")
         return found + quantisation_problems(self.root, bool(self.packed))
 
     def weight(
@@ -152,6 +158,9 @@ class Checkpoint:
         values = values.to(dtype)
         if not torch.isfinite(values).all():
             raise CheckpointError(f"{self.folder.name}: {name} has a value that is not finite in {dtype}")
+        if spec.kind == "ids" and not set(values.unique().tolist()) <= set(range(self.config.n_routed_experts)):
+            most = self.config.n_routed_experts - 1
+            raise CheckpointError(f"{self.folder.name}: {name} names experts outside 0 to {most}")
         return values
 
     def packed_rows(self, name: str, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

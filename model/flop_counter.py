@@ -40,13 +40,26 @@ _COMPONENTS = {
     r"attn\.wo_b": "o_projection_output",
     r"attn\.compressor\.(wkv|wgate)": "compressor",
     r"attn\.indexer\.wk": "indexer_key",
+    r"attn\.indexer\.compressor\.(wkv|wgate)": "indexer_key_compressor",
     r"attn\.indexer\.wq_b": "indexer_query",
     r"attn\.indexer\.weights_proj": "indexer_weights",
     r"engram\.wkv": "engram_projection",
     r"ffn\.gate": "router",
     r"ffn\.experts\..*": "routed_experts",
     r"ffn\.shared_experts\..*": "shared_experts",
-    r"head": "lm_head",
+    r"head|lm_head": "lm_head",
+    # V1 to V3.2
+    r"self_attn\.(q_proj|q_a_proj|q_b_proj)": "q_projection",
+    r"self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)": "kv_projection",
+    r"self_attn\.kv_b_proj": "up_projection",
+    r"self_attn\.o_proj": "o_projection",
+    r"self_attn\.indexer\.wq_b": "indexer_query",
+    r"self_attn\.indexer\.wk": "indexer_key",
+    r"self_attn\.indexer\.weights_proj": "indexer_weights",
+    r"mlp\.(gate|up|down)_proj": "dense_ffn",
+    r"mlp\.gate": "router",
+    r"mlp\.experts\..*": "routed_experts",
+    r"mlp\.shared_experts\..*": "shared_experts",
 }
 REASONS = {
     "hyper_connection_mixing": "mixing the streams is a product here; the analytic count has the coefficients alone",
@@ -85,7 +98,7 @@ class label:
 
 def component_of(module: str) -> str | None:
     """The component of a module by its name, such as `layers.3.attn.wq_a`; None for one without products."""
-    name = re.sub(r"^layers\.\d+\.", "", module)
+    name = re.sub(r"^(model\.)?layers\.\d+\.", "", module)
     return next((component for pattern, component in _COMPONENTS.items() if re.fullmatch(pattern, name)), None)
 
 

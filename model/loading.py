@@ -10,7 +10,8 @@ Weights go to the model in one of three ways:
 
 Safetensors alone are read, and nothing outside the folder. Every tensor is used or named in an error, every parameter
 filled or named; a model comes out whole or not at all. Drafter and vision tensors are checked against the config and
-left for the modules that compute them. Source: V4.1 architecture 6, 11.
+left for the modules that compute them. Models of V1 to V4 (`model.generations`) are loaded expanded, from float
+tensors. Source: V4.1 architecture 6, 11.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashsim.config import Config, load_config, preset_name
-from model.checkpoint import Checkpoint, text_config
+from flashsim.config import Config, V41Config, load_config, preset_name
+from model.checkpoint import Checkpoint
+from model.generations import MODELS, is_draft, tensors
 from model.memory import require
 from model.moe import MoE
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
 from model.stored_weights import STORABLE, ExpertStack, StoredWeight, store
-from model.tensor_table import tensors
 from model.tokenizer import (
     TOKEN_MAP_FILE,
     TOKENIZER_FILE,
@@ -41,7 +42,6 @@ from model.tokenizer import (
     load_tokenizer,
     read_token_map,
 )
-from model.transformer import Transformer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """What a model computes in. Not float16: an epsilon of 1e-20 is zero there."""
@@ -61,11 +61,11 @@ def load(
     packed: bool = False,
     offload: bool = False,
     activation_rounding: bool = False,
-) -> Transformer:
+) -> nn.Module:
     """The text model of a checkpoint folder; or of a preset name or config, with random weights.
 
     Args:
-        source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields.
+        source: a folder of a checkpoint; or a preset name (`tiny`, `mini`), a config, or its fields; of any generation.
         backend, dtype, device, cache_rounding: as of `model.Transformer`. On device `meta` a preset has no weights.
         seed: of random weights; a checkpoint has none.
         packed: keep packed weights packed in memory, or pack random ones.
@@ -81,7 +81,7 @@ def load(
 
     Raises:
         CheckpointError: the files are damaged, incomplete, or not of this config.
-        ConfigError: the config is not of V4.1, or a field of it is wrong.
+        ConfigError: a field of the config is missing, wrong, or not computed.
         TokenizerError: Engram needs a tokenizer, which is missing or of another model.
         MemoryError: the weights do not fit the memory that is free.
     """
@@ -107,27 +107,28 @@ def random_model(
     cache_rounding: bool = True,
     packed: bool = False,
     activation_rounding: bool = False,
-) -> Transformer:
+) -> nn.Module:
     """A model with random weights: the same for the same seed and config, whatever the order they are made in.
 
     With `packed` they are packed once made, as a quantised checkpoint of them would be.
     Its tokenizer is one of bytes (`model.tokenizer.byte_tokenizer`), where the vocabulary has room for them.
     """
-    config = text_config(load_config(source))
+    config = load_config(source)
+    if packed:
+        _check_packable(config, config.name)
     table = {name: spec for name, spec in tensors(config).items() if spec.part == "text"}
     device = torch.device(device)
     if device.type != "meta":
         weights = sum(math.prod(spec.shape) for spec in table.values()) * dtype.itemsize
         require(f"{config.name} with its weights", weights, device)
-    model = Transformer(config, backend, dtype, device, cache_rounding)
+    model = MODELS[type(config)](config, backend, dtype, device, cache_rounding)
     if device.type != "meta":
         randomise(model, seed)
         if packed:
             _pack(model, activation_rounding)
     model.tokenizer, model.config_json, model.other_tensors = byte_tokenizer(config.vocab_size), None, ()
-    size = config.engram_compressed_vocab_size
-    if config.engram_layer_ids:
-        ids = range(config.vocab_size)
+    if _has_engram(config):
+        size, ids = config.engram_compressed_vocab_size, range(config.vocab_size)
         if model.tokenizer is not None:
             ids = compressed_ids(model.tokenizer, config.vocab_size)
         model.set_token_map([i % size for i in ids])
@@ -147,21 +148,26 @@ def _device(device: torch.device | str) -> torch.device:
     return device
 
 
-def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> Transformer:
+def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> nn.Module:
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
     if device.type == "meta":
         raise CheckpointError("device is meta, where nothing can be loaded; accepted: a device with memory")
-    tokenizer, token_map = None, None
-    sizes = config.vocab_size, config.engram_compressed_vocab_size
-    mapped = config.engram_layer_ids and (folder / TOKEN_MAP_FILE).exists()
-    if (folder / TOKENIZER_FILE).exists() or (config.engram_layer_ids and not mapped):
+    if packed or offload:
+        _check_packable(config, folder.name)
+    engram, tokenizer, token_map = _has_engram(config), None, None
+    mapped = engram and (folder / TOKEN_MAP_FILE).exists()
+    if (folder / TOKENIZER_FILE).exists() or (engram and not mapped):
         tokenizer = load_tokenizer(checkpoint.inside(TOKENIZER_FILE))
-    if mapped:
-        token_map = read_token_map(checkpoint.inside(TOKEN_MAP_FILE), *sizes)
-    elif config.engram_layer_ids:
-        token_map = engram_table(tokenizer, *sizes)
-    model = Transformer(config, dtype=dtype, device="meta", token_map=token_map, **options)
+    if engram:
+        sizes = config.vocab_size, config.engram_compressed_vocab_size
+        if mapped:
+            token_map = read_token_map(checkpoint.inside(TOKEN_MAP_FILE), *sizes)
+        else:
+            token_map = engram_table(tokenizer, *sizes)
+    model = MODELS[type(config)](config, dtype=dtype, device="meta", **options)
+    if token_map is not None:
+        model.set_token_map(token_map)
     model.backend.check(config, dtype, device, model.cache_rounding)
 
     names = checkpoint.names("text")
@@ -183,7 +189,8 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
         else:
             _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
-    model.other_tensors = tuple(n for n in checkpoint.headers if n in checkpoint.table and n not in parameters)
+    others = [name for name in checkpoint.headers if name not in parameters]
+    model.other_tensors = tuple(name for name in others if name in checkpoint.table or is_draft(config, name))
     return model.eval()
 
 
@@ -238,6 +245,15 @@ def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
     if name in checkpoint.packed:
         weight += sum(t.nbytes for t in checkpoint.packed_rows(name)[1:])
     return weight
+
+
+def _check_packable(config: Config, name: str) -> None:
+    if not isinstance(config, V41Config):
+        raise CheckpointError(f"{name} is of {config.model_type}; packed and offload are for deepseek_v41")
+
+
+def _has_engram(config: Config) -> bool:
+    return isinstance(config, V41Config) and bool(config.engram_layer_ids)
 
 
 def _is_folder(source: Any) -> bool:

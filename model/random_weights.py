@@ -17,6 +17,11 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Fill every parameter of the model in place, and return it."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if name.endswith("tid2eid"):  # experts of a token: distinct ones
+            experts = model.get_parameter(name.removesuffix("tid2eid") + "weight").shape[0]
+            order = torch.rand(parameter.shape[0], experts, generator=generator).argsort(dim=-1)
+            parameter.copy_(order[:, : parameter.shape[1]])
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
             noise = 1 + 0.1 * noise

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashsim.config import V41Config
+from flashsim.config import Config, V41Config
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, SINGLE_FILE
+from model.generations import tensors
 from model.safetensors_file import TORCH_TYPES, CheckpointError, write_file
 from model.stored_weights import StoredWeight, stored_weights
-from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored, tensors
+from model.tensor_table import BLOCK, DTYPE_BYTES, Header, TensorSpec, packed, scale_name, stored
 from model.tokenizer import TOKEN_MAP_FILE, TOKENIZER_FILE, compressed_ids, token_map_json
 from model.weight_formats import WeightValueError, pack
 
@@ -54,7 +55,7 @@ def save(
     Args:
         model: its `state_dict` and its stored weights have the released names, its `config` is the text config.
         folder: must not exist yet, or be empty.
-        layout: `quantised`, `bfloat16` or `float32`.
+        layout: `quantised` (V4.1 alone), `bfloat16` or `float32`.
         config_json: the whole config.json to base the written one on; by default that of the model, or one that is
             made from `model.config`.
         shard_bytes: a file takes no more than this, unless a single tensor does.
@@ -64,6 +65,10 @@ def save(
     Raises:
         CheckpointError: the parameters are not those of the config, or one has a value that cannot be stored.
     """
+    if layout == "quantised" and not isinstance(model.config, V41Config):
+        raise CheckpointError(
+            f"layout is {layout!r} with model_type {model.config.model_type}; accepted: bfloat16, float32"
+        )
     state = model.state_dict() | stored_weights(model)
     table = {name: spec for name, spec in tensors(model.config).items() if spec.part == "text"}
     wrong = sorted(set(table) ^ set(state))
@@ -93,8 +98,10 @@ def _rows(weight: torch.Tensor | StoredWeight, start: int, stop: int) -> torch.T
     return (weight.rows(start, stop) if isinstance(weight, StoredWeight) else weight[start:stop]).cpu()
 
 
-def config_to_json(config: V41Config) -> dict[str, Any]:
+def config_to_json(config: Config) -> dict[str, Any]:
     """A whole `config.json` of a text config, in the nesting of the release."""
+    if not isinstance(config, V41Config):
+        return config.to_dict()
     text = config.to_dict() | {"model_type": f"{config.model_type}_text"}
     return {
         "architectures": ["DeepseekV41ForCausalLM"],

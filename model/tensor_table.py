@@ -9,6 +9,7 @@ parameter; `stored` gives what lies in the files, where a quantised weight is a 
 | `f32` | F32: router biases, attention sinks, hyper-connections | |
 | `fp8` | F8_E4M3 [o, i]: dense linears | UE8M0, one for each tile of 32 x 32 |
 | `fp4` | I8 [o, i / 2], two E2M1 a byte, low nibble first: routed experts | UE8M0, one for each row and 32 inputs |
+| `ids` | I64: experts of a token id, V4 | |
 | `table` | F8_E4M3 [rows, width]: Engram tables | UE8M0, one for each row and 32 channels |
 
 Parts: `text` is what `model.Transformer` computes, `drafter` is DSpark (`mtp.*`), `vision` the image tower and aligner.
@@ -50,6 +51,7 @@ DTYPE_BYTES = {
 WEIGHT_TYPES = {"fp8": "F8_E4M3", "fp4": "I8", "table": "F8_E4M3"}
 SCALE_TYPE = "F8_E8M0"
 FLOAT_TYPES = {"bf16": "BF16", "f32": "F32"}
+ID_TYPE = "I64"
 
 
 class TensorSpec(NamedTuple):
@@ -118,7 +120,8 @@ def stored(table: Mapping[str, TensorSpec], *, quantised: bool = True, floats: s
         if quantised and spec.quantised:
             headers[name], headers[scale_name(name)] = packed(spec)
         else:
-            headers[name] = Header(floats or FLOAT_TYPES.get(spec.kind, "BF16"), spec.shape)
+            kind = ID_TYPE if spec.kind == "ids" else floats or FLOAT_TYPES.get(spec.kind, "BF16")
+            headers[name] = Header(kind, spec.shape)
     return headers
 
 

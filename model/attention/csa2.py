@@ -55,15 +55,16 @@ def sparse_attention(
     sink: Tensor,
     window_codec: Codec,
     main_codec: Codec,
+    component: str = "attention_selected",
 ) -> Tensor:
     """[Q, H, W] outputs of queries q [Q, H, W] over packed records.
 
     window [*, bytes] with slots [Q, w], entries [*, bytes] with indices [Q, k]: rows that each query sees, -1 absent.
-    sink [H], not scaled. A query that sees nothing gets zeros.
+    sink [H], not scaled. A query that sees nothing gets zeros. component: what the FLOPs over entries are counted as.
     """
     parts = [("attention_window", window, slots, window_codec)]
     if entries is not None:
-        parts.append(("attention_selected", entries, indices, main_codec))
+        parts.append((component, entries, indices, main_codec))
     query = wide(q) * q.shape[-1] ** -0.5
     keys = []
     for _, records, rows, codec in parts:

@@ -276,7 +276,9 @@ def test_inspect_command(capsys, tmp_path):
     assert "1,333,932" in capsys.readouterr().out
     assert inspect_module.main([str(GOLDEN / "aq" / CONFIG_FILE)]) == 0
     assert "aq: quantised, expected" in capsys.readouterr().out
-    for wrong in (str(tmp_path), str(GOLDEN / "v4"), "no-such-model"):
+    assert inspect_module.main([str(GOLDEN / "v4")]) == 0
+    assert "229             345,201           1,383,364" in capsys.readouterr().out
+    for wrong in (str(tmp_path), "v4-flash", "no-such-model"):
         assert inspect_module.main([wrong]) == 1
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
