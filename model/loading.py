@@ -194,14 +194,14 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     return model.eval()
 
 
-def _store(model: Transformer, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool) -> None:
+def _store(model: nn.Module, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool) -> None:
     """Puts a layer over the stored weight in the place of the one that has this parameter."""
     path = weight.name.removesuffix(".weight")
     parent, _, attribute = path.rpartition(".")
     setattr(modules[parent], attribute, store(modules[path], weight, device, model.backend, rounding))
 
 
-def _pack(model: Transformer, rounding: bool) -> None:
+def _pack(model: nn.Module, rounding: bool) -> None:
     """Packs the weights of a model that the release packs, in place."""
     modules, device = dict(model.named_modules()), model.device
     kinds = {name: s.kind for name, s in tensors(model.config).items() if s.part == "text" and s.quantised}

@@ -138,8 +138,8 @@ def test_save_and_load(tmp_path, name):
 
 
 def test_what_the_earlier_models_do_not_have():
-    for options in ({"packed": True}, {"offload": True}):
-        with pytest.raises(CheckpointError, match="packed"):
+    for options, where in (({"packed": True}, "is of deepseek_v4; packed"), ({"offload": True}, "offload is for")):
+        with pytest.raises(CheckpointError, match=where):
             model.load("ladder-v4-flash", **options)
         with pytest.raises(CheckpointError, match="v4 is of deepseek_v4; packed and offload are for deepseek_v41"):
             model.load(GOLDEN / "v4", **options)
