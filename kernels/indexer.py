@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.numerics import e2m1_code_to_f32, settled, ue8m0_to_f32
+from kernels.numerics import e2m1_code_to_f32, ue8m0_to_f32
 
 BLOCK_E = 64  # entries of a tile: the rows of the matrix product; the largest candidate block
 MAX_COLUMNS = 128  # (query, head) pairs of a program: its columns
@@ -159,7 +159,7 @@ def _indexer_kernel(
     q_codes = tl.load(q_codes_ptr + q_row[:, None] * HALF + byte[None, :], mask=live[:, None], other=0)
     q_scales = tl.load(q_scales_ptr + q_row, mask=live, other=0)
     q_even, q_odd = _unpack(q_codes, q_scales, N, GROUPS, OPERAND, USE_PTX)
-    q_even, q_odd = tl.trans(settled(q_even)), tl.trans(settled(q_odd))  # [HALF, N]
+    q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)  # [HALF, N]
     weight = tl.load(weights_ptr + q_row, mask=live, other=0.0).to(tl.float32)
 
     offset = tl.arange(0, BLOCK_E)
@@ -232,7 +232,8 @@ def indexer(
     if R and Q and width:
         heads = triton.next_power_of_2(H)
         if candidates is None:
-            block_q = min(triton.next_power_of_2(Q), max(1, MAX_COLUMNS // heads))
+            columns = MAX_COLUMNS if HALF > 16 else 64  # Triton 3.6 does not compile 128 columns of 16 bytes
+            block_q = min(triton.next_power_of_2(Q), max(1, columns // heads))
             block_q = max(block_q, 16 // heads)  # a matrix product has at least 16 columns
         else:
             block_q, heads = 1, max(16, heads)

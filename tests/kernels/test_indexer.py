@@ -239,6 +239,18 @@ def test_released_decode(block_maxima):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 96])
+@pytest.mark.parametrize("H, D", [(24, 32), (24, 64), (64, 32), (32, 128)])
+def test_released_records(H, D, queries):
+    inputs = _inputs(2, queries, H, 48, D, ratio=2)
+    records = torch.cat(inputs[3:5], dim=2)  # codes and scales side by side, as a cache has them
+    if D == 64:
+        records = torch.cat((records, records[..., :2]), dim=2)
+    inputs[3:5] = records[..., : D // 2], records[..., D // 2 : D // 2 + D // 32]
+    _check(inputs)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("H, D", [(32, 128), (64, 128), (24, 32), (64, 32), (5, 64), (24, 256)])
 def test_released_prefill(H, D, ratio):
