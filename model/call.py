@@ -52,7 +52,7 @@ def begin(model: nn.Module, ids, cache, lengths: Sequence[int] | None):
 class WholePrompt:
     """`prefill` as V4.1 has it, for models without an encoder-decoder."""
 
-    def tail_rows(self) -> None:
+    def tail_rows(self, rollback: int = 0) -> None:
         """Rows of a prompt that go through all layers: all of them."""
 
     def prefill(
