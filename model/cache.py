@@ -41,18 +41,31 @@ class CacheError(ValueError):
 
 
 class Ring:
-    """Rows of the newest tokens, [B, size, ...], position p at p mod size. Holds positions first[b] .. end[b] - 1."""
+    """Rows of the newest tokens, [B, size, ...], position p at p mod size.
+
+    Written are positions first[b] .. end[b] - 1; rows before lost[b] have been overwritten by tokens since taken back.
+    """
 
     def __init__(self, rows: Tensor):
         self.rows, self.size = rows, rows.shape[1]
-        self.first, self.end = [0] * rows.shape[0], [0] * rows.shape[0]
+        self.first, self.end, self.lost = ([0] * rows.shape[0] for _ in range(3))
+
+    def kept(self, b: int) -> int:
+        """The position from which on rows of sequence b have not been overwritten."""
+        return max(self.lost[b], self.end[b] - self.size)
+
+    def oldest(self, b: int) -> int:
+        """The oldest position of sequence b that is held."""
+        return max(self.first[b], self.kept(b))
+
+    def copy(self, other: Ring, chosen: Sequence[int]) -> None:
+        """Be as `other` is, with the chosen sequences of it."""
+        self.rows = other.rows[chosen].clone()
+        self.first, self.end, self.lost = ([side[b] for b in chosen] for side in (other.first, other.end, other.lost))
 
     def held(self, start: Sequence[int]) -> list[int]:
         """How many rows directly before start[b] are there."""
-        return [
-            max(s - max(f, e - self.size), 0) if s == e else 0
-            for s, f, e in zip(start, self.first, self.end, strict=True)
-        ]
+        return [max(s - self.oldest(b), 0) if s == self.end[b] else 0 for b, s in enumerate(start)]
 
     def read(self, step: Step, number: int) -> Tensor:
         """[B, number, ...] rows of the positions before the step; arbitrary where nothing is held."""
@@ -76,7 +89,8 @@ class Ring:
         return self.rows[b, torch.arange(low, high, device=self.rows.device) % self.size]
 
     def truncate(self, b: int, length: int) -> None:
-        """Forget positions from `length` on."""
+        """Forget positions from `length` on; what they overwrote stays lost."""
+        self.lost[b] = min(self.kept(b), length)
         self.end[b] = min(self.end[b], length)
         self.first[b] = min(self.first[b], self.end[b])
 
@@ -273,7 +287,7 @@ class Cache:
             if source.pending is not None:
                 needs.append((source.pending, wanted - wanted % source.ratio))
         return all(
-            wanted >= ring.first[b] and ring.end[b] - ring.size <= max(low, ring.first[b])
+            wanted >= ring.first[b] and ring.kept(b) <= max(low, ring.first[b])
             for ring, low in needs
             if wanted < ring.end[b] and low < wanted
         )
@@ -307,8 +321,7 @@ class Cache:
         copy.lengths, copy.frozen = [self.lengths[b] for b in chosen], [self.frozen[b] for b in chosen]
         copy.tokens, copy.images = self.tokens[chosen].clone(), self.images[chosen].clone()
         for new, old in zip(copy._rings(), self._rings(), strict=True):
-            new.rows = old.rows[chosen].clone()
-            new.first, new.end = [old.first[b] for b in chosen], [old.end[b] for b in chosen]
+            new.copy(old, chosen)
         for layer, source in self.sources.items():
             copy.sources[layer].entries = source.entries[chosen].clone()
             copy.sources[layer].keys = source.keys[chosen].clone()
@@ -338,7 +351,7 @@ class Cache:
         self.frozen = [max(n, f) for n, f in zip(self.lengths, self.frozen, strict=True)]
         self.lengths = [start] * self.batch_size
         for ring in self._rings():
-            ring.first, ring.end = [start] * self.batch_size, [start] * self.batch_size
+            ring.first, ring.end, ring.lost = ([start] * self.batch_size for _ in range(3))
 
     def save(self, path: str | Path) -> None:
         """Write everything it holds, token ids included, to one safetensors file."""
@@ -351,7 +364,7 @@ class Cache:
                 tensors[f"{b}.{layer}.main_kv"] = source.entries[b, :entries].clone()
                 tensors[f"{b}.{layer}.index_key"] = source.keys[b, :entries].clone()
             for name, ring in self._named_rings():
-                tensors[f"{b}.{name}"] = ring.in_order(b, max(ring.first[b], ring.end[b] - ring.size), ring.end[b])
+                tensors[f"{b}.{name}"] = ring.in_order(b, ring.oldest(b), ring.end[b])
         about = {
             "config": self.config.to_dict(),
             "lengths": self.lengths,
@@ -359,7 +372,7 @@ class Cache:
             "dtype": str(self.dtype).removeprefix("torch."),
             "cache_rounding": self.cache_rounding,
             "rollback": self.rollback,
-            "rings": {name: [ring.first, ring.end] for name, ring in self._named_rings()},
+            "rings": {name: [ring.first, ring.end, ring.lost] for name, ring in self._named_rings()},
         }
         save_file(tensors, str(path), metadata={HEADER: json.dumps(about)})
 
@@ -392,7 +405,7 @@ class Cache:
                 _fill(source.entries[b, : length // source.ratio], tensors, f"{b}.{layer}.main_kv", path)
                 _fill(source.keys[b, : length // source.ratio], tensors, f"{b}.{layer}.index_key", path)
             for name, ring in cache._named_rings():
-                low, high = max(ring.first[b], ring.end[b] - ring.size), ring.end[b]
+                low, high = ring.oldest(b), ring.end[b]
                 rows = ring.in_order(b, low, high)
                 _fill(rows, tensors, f"{b}.{name}", path)
                 ring.rows[b, torch.arange(low, high, device=rows.device) % ring.size] = rows
@@ -420,10 +433,12 @@ class Cache:
         rings = about.get("rings") if isinstance(about.get("rings"), dict) else {}
         for name, ring in cache._named_rings():
             ends = rings.get(name)
-            if not isinstance(ends, list) or len(ends) != 2 or not all(_whole(side, len(lengths)) for side in ends):
-                raise CacheError(f"{path}: rings.{name} is {ends}; accepted: where each sequence begins and ends")
-            ring.first, ring.end = ends
-            if any(not first <= end <= n for first, end, n in zip(*ends, lengths, strict=True)):
+            if not isinstance(ends, list) or len(ends) != 3 or not all(_whole(side, len(lengths)) for side in ends):
+                raise CacheError(
+                    f"{path}: rings.{name} is {ends}; accepted: where each sequence begins, ends and is kept"
+                )
+            ring.first, ring.end, ring.lost = ends
+            if any(not max(first, lost) <= end <= n for first, end, lost, n in zip(*ends, lengths, strict=True)):
                 raise CacheError(f"{path}: rings.{name} is {ends}; accepted: positions of {lengths} tokens, in order")
         return cache
 

@@ -161,7 +161,7 @@ class RecordCache:
                 raise CacheError(f"length {wanted} of sequence {b}; accepted: 0 to its {self.lengths[b]} tokens")
             for (layer, component), ring in self.rings.items():
                 needed = max(self.oldest(layer, component, wanted), 0)
-                if needed < min(wanted, max(ring.first[b], ring.end[b] - ring.size)):
+                if needed < min(wanted, ring.oldest(b)):
                     raise CacheError(
                         f"length {wanted} of sequence {b} takes back {self.lengths[b] - wanted} tokens; accepted: at "
                         f"most rollback, {self.rollback}"
@@ -169,7 +169,6 @@ class RecordCache:
         for b, wanted in enumerate(lengths):
             self.lengths[b] = wanted
             for ring in self.rings.values():
-                ring.first[b] = max(ring.first[b], ring.end[b] - ring.size)  # what newer tokens have overwritten
                 ring.truncate(b, wanted)
 
     def prefix(self, length: int, sequence: int = 0) -> Self:
@@ -203,7 +202,5 @@ class RecordCache:
         for key, store in self.stores.items():
             copy.stores[key].rows = store.rows[chosen].clone()
         for key, ring in self.rings.items():
-            new = copy.rings[key]
-            new.rows = ring.rows[chosen].clone()
-            new.first, new.end = [ring.first[b] for b in chosen], [ring.end[b] for b in chosen]
+            copy.rings[key].copy(ring, chosen)
         return copy

@@ -106,6 +106,25 @@ def test_truncate_each_sequence_by_itself(tiny, ids):
         assert (got[b] - expected[0]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("copied", ["as it is", "forked", "saved"])
+def test_truncating_twice_remembers_what_was_overwritten(tiny, ids, tmp_path, copied):
+    # Mutation: rings that judge by their new end. 92 is as far as it goes, whatever comes between.
+    cache = tiny.new_cache(1, rollback=8)
+    tiny(ids[:1, :100], cache=cache)
+    cache.truncate(95)
+    if copied == "forked":
+        cache = cache.fork()
+    if copied == "saved":
+        cache.save(tmp_path / "cache.safetensors")
+        cache = Cache.load(tmp_path / "cache.safetensors", tiny.config)
+    with pytest.raises(CacheError, match="whose windows go back to length 92"):
+        cache.truncate(91)
+    cache.truncate(92)
+    got = tiny(ids[:1, 92:110], cache=cache)
+    assert (got - tiny(ids[:1, :110])[:, 92:]).abs().max() < 1e-12
+    cache.truncate(102)
+
+
 def test_truncate_to_nothing(tiny, ids):
     cache = tiny.new_cache(1)
     tiny(ids[:1, :200], cache=cache)
@@ -185,8 +204,10 @@ def test_files_that_are_no_cache(tiny, ids, tmp_path):
         ("cache_rounding", "no"),
         ("rollback", -1),
         ("rings", {}),
-        ("rings", {"0.window_kv": [[9], [3]]}),
-        ("rings", {"0.window_kv": [[0], [900]]}),
+        ("rings", {"0.window_kv": [[9], [3], [0]]}),
+        ("rings", {"0.window_kv": [[0], [900], [0]]}),
+        ("rings", {"0.window_kv": [[0], [3], [9]]}),
+        ("rings", {"0.window_kv": [[0], [3]]}),
         ("config", 7),
     ],
 )
