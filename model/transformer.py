@@ -350,6 +350,7 @@ class Transformer(nn.Module):
             require(f"a step of {batch:,} x {rows:,} tokens", needed, self.device, hint)
 
     def _embed(self, ids: Tensor, cache: Cache, step: Step, images: Tensor | None) -> tuple[Tensor, Tensor]:
+        images = None if images is None else images.to(self.device)
         cache.begin(step, ids, images)
         step.images = images
         e = self.embed(ids).to(self.backend.arithmetic(self.dtype, self.device))
