@@ -70,9 +70,9 @@ def real(default: Any = MISSING, *, low: float = 0.0, optional: bool = False) ->
     return _field("real", default, low=low, optional=optional)
 
 
-def flag(default: Any = MISSING) -> Any:
-    """true or false."""
-    return _field("flag", default)
+def flag(default: Any = MISSING, *, optional: bool = False) -> Any:
+    """true or false; `optional` also takes null."""
+    return _field("flag", default, optional=optional)
 
 
 def text(default: Any = MISSING) -> Any:
@@ -156,6 +156,16 @@ class Config:
 
     def _check(self) -> None:
         """Contradictions between fields."""
+
+    def needs(self, *fields: str) -> None:
+        """Whether the file said these; what only a running model needs has no default here.
+
+        Raises:
+            ConfigError: it did not, naming the field.
+        """
+        for field in fields:
+            if getattr(self, field) is None:
+                raise ConfigError(field, Missing(), "a value: models of this family differ in it")
 
     def _require(self, good: bool, field: str, accepted: str) -> None:
         if not good:
@@ -282,7 +292,7 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-_NOT_SCALING = ("rope_theta", "partial_rotary_factor", "attention_factor")
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 def _one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,8 +413,8 @@ class MoEConfig(Config):
     n_shared_experts: int = count(low=0, high=2**20)
     num_experts_per_tok: int = count(high=2**20)
     num_nextn_predict_layers: int = count(0, low=0, high=10_000)
-    routed_scaling_factor: float = real(1.0)
-    norm_topk_prob: bool = flag(False)
+    routed_scaling_factor: float | None = real(None, optional=True)  # None: not said; bytes and FLOPs do not need it
+    norm_topk_prob: bool | None = flag(None, optional=True)
     scoring_func: str | None = text(None)
     topk_method: str | None = text(None)
 
@@ -584,7 +594,7 @@ class V4Config(CompressedConfig):
 
     scoring_func: str | None = text("sqrtsoftplus")
     topk_method: str | None = text("noaux_tc")
-    norm_topk_prob: bool = flag(True)
+    norm_topk_prob: bool | None = flag(True)
     num_hash_layers: int = count(low=0, high=10_000)
     compress_rate_csa: int = count(4, high=2**20)
 

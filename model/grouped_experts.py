@@ -119,6 +119,7 @@ def check_router(config: MLAConfig) -> None:
     Raises:
         ConfigError: naming the field.
     """
+    config.needs("routed_scaling_factor", "norm_topk_prob")
     method, accepted = topk_method(config), METHODS[config.model_type]
     if method not in accepted:
         raise ConfigError("topk_method", method, " or ".join(accepted))

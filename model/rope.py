@@ -44,6 +44,8 @@ def _yarn(plain: Tensor, theta: float, width: int, scaling: dict) -> Tensor:
         value = scaling[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"rope_scaling.{key}", value, "a finite number above 0")
+    if scaling.get("attention_factor") not in (None, 1):
+        raise ConfigError("rope_scaling.attention_factor", scaling["attention_factor"], "1: rotations keep lengths")
     original = scaling["original_max_position_embeddings"]
 
     def pair(rotations: float) -> float:

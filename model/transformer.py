@@ -377,6 +377,7 @@ class Transformer(nn.Module):
 def _check(config) -> None:
     if not isinstance(config, V41Config):
         raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
+    config.needs("routed_scaling_factor", "norm_topk_prob")
     for field, accepted in (("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if getattr(config, field) != accepted:
             raise ConfigError(field, getattr(config, field), repr(accepted))

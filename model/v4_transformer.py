@@ -199,6 +199,7 @@ def _add_mixing(module: nn.Module, name: str, rows: int, scales: int, config: V4
 def _check(config, cache_rounding: bool) -> None:
     if not isinstance(config, V4Config):
         raise ConfigError("model_type", config.model_type, ", ".join(V4Config.model_types))
+    config.needs("routed_scaling_factor", "norm_topk_prob")
     for field, accepted in (("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if getattr(config, field) != accepted:
             raise ConfigError(field, getattr(config, field), repr(accepted))

@@ -440,6 +440,8 @@ def test_parameters_are_those_that_are_counted(name):
         ("v3", {"n_group": None}, "n_group is None; accepted: a divisor"),
         ("v3", {"topk_group": 5}, "topk_group is 5; accepted: a whole number from 1 to n_group, 4"),
         ("v3", {"topk_group": 1, "num_experts_per_tok": 4}, "num_experts_per_tok is 4; accepted: at most 3"),
+        ("v3", {"norm_topk_prob": None}, "norm_topk_prob is missing; accepted: a value"),
+        ("v3", {"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
         ("v2", {"norm_topk_prob": True}, "norm_topk_prob is True; accepted: false"),
         ("v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; accepted: greedy or group_limited_greedy"),
         ("v3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type is 'dynamic'"),

@@ -147,6 +147,18 @@ def test_repr_names_what_was_chosen():
         ({"engram_compressed_vocab_size": 0}, "engram_compressed_vocab_size is 0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'; accepted: yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
+        (
+            {
+                "rope_scaling": None,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 1.2,
+                },
+            },
+            "rope_scaling.attention_factor is 1.2; accepted: 1",
+        ),
         ({"head_dim": 72}, "head_dim is 72; accepted: .* multiples of its block of"),
         ({"index_head_dim": 40}, "index_head_dim is 40"),
         (
