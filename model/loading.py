@@ -185,16 +185,18 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     for name in names:
         if name in kept:
             weight = StoredWeight.read(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
-            _store(model, modules, weight, device, rounding)
+            put_stored(model, modules, weight, device, rounding)
         else:
-            _assign(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
+            put_parameter(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
     others = [name for name in checkpoint.headers if name not in parameters]
     model.other_tensors = tuple(name for name in others if name in checkpoint.table or is_draft(config, name))
     return model.eval()
 
 
-def _store(model: nn.Module, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool) -> None:
+def put_stored(
+    model: nn.Module, modules: Mapping[str, nn.Module], weight: StoredWeight, device, rounding: bool
+) -> None:
     """Puts a layer over the stored weight in the place of the one that has this parameter."""
     path = weight.name.removesuffix(".weight")
     parent, _, attribute = path.rpartition(".")
@@ -209,7 +211,7 @@ def _pack(model: nn.Module, rounding: bool) -> None:
     for name, kind in kinds.items():
         values = modules[name.removesuffix(".weight")].weight
         weight = StoredWeight.pack(name, values, kind, model.dtype, place=places.get(name))
-        _store(model, modules, weight, device, rounding)
+        put_stored(model, modules, weight, device, rounding)
 
 
 def _stack_experts(modules: Mapping[str, nn.Module], kept: Set[str], device, rounding: bool):
@@ -267,6 +269,6 @@ def _is_folder(source: Any) -> bool:
     return path.is_dir() or isinstance(source, os.PathLike) or os.sep in str(source)
 
 
-def _assign(model: nn.Module, name: str, values: torch.Tensor) -> None:
+def put_parameter(model: nn.Module, name: str, values: torch.Tensor) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, nn.Parameter(values, requires_grad=False))

@@ -22,16 +22,17 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
             order = torch.rand(parameter.shape[0], experts, generator=generator).argsort(dim=-1)
             parameter.copy_(order[:, : parameter.shape[1]])
             continue
-        noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
-            noise = 1 + 0.1 * noise
-        elif name.endswith(("bias", "bias_vl", "attn_sink", "q_weight", "k_weight")):
-            noise = 0.5 * noise
-        elif name.endswith("_scale"):
-            noise = 0.5 + 0.1 * noise
-        elif name.endswith("_base"):
-            noise = 0.5 * noise
-        elif name not in ("embed.weight",):
-            noise *= parameter.shape[-1] ** -0.5
-        parameter.copy_(noise)
+        mean, deviation = spread(name, parameter.shape[-1])
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(deviation).add_(mean))
     return model
+
+
+def spread(name: str, inputs: int) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter of that name, whose last dimension is `inputs` wide."""
+    if name.endswith("norm.weight"):
+        return 1, 0.1
+    if name.endswith("_scale"):
+        return 0.5, 0.1
+    if name.endswith(("bias", "bias_vl", "attn_sink", "q_weight", "k_weight", "_base")):
+        return 0, 0.5
+    return (0, 1) if name == "embed.weight" else (0, inputs**-0.5)

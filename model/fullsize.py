@@ -1,0 +1,513 @@
+"""The whole shape of DeepSeek-V4.1 on one device: random weights in the released formats, decode steps timed.
+
+    python -m model.fullsize --contexts 4Ki,128Ki,1M --batches 1,8,32 --out data/measured/fullsize.csv
+
+The released weights take 510 GB. What a step costs does not depend on their values, so the shape can be run without
+them: full width, every layer, every expert, the real schedule, records and hash. Two things are smaller, and every row
+says so: with `--tie-experts` all layers read the routed experts of one, and Engram tables have `--engram-rows` rows,
+which the real hash reaches modulo that number. A cache is filled with random records, so no prompt has to be run.
+
+| column | what it is |
+| --- | --- |
+| `step_us` | median time of one decode step of the whole batch, p20 and p80 beside it |
+| `method` | `graph`: one step captured in a CUDA graph and replayed; `events`, `clock`: launched each time |
+| `counted_flops`, `formula_flops` | of one token: `model.flop_counter` over a real step, `flashsim.decode_flops` |
+| `read_bytes` | what a step must read: every weight that it uses and the cache, `step_floor` |
+| `floor_us` | the larger of those bytes and those FLOPs at the rates of `kernels.bench` |
+
+A captured step stays at its position: it is for timing, and generation does not use it. Rows are appended whole, and a
+sweep that is run again goes on behind the rows that its file has. Source: V4.1 architecture 11, 14; `kernels/bench.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashsim.config import V41Config, load_config
+from flashsim.flops import decode_flops
+from flashsim.formats import FP4, MXFP8
+from flashsim.reading import ConfigError
+from flashsim.traffic import decode_read
+from flashsim.units import number_of_bytes, parse_context
+from model.backend import make_backend
+from model.cache import Cache
+from model.flop_counter import FlopCounter
+from model.loading import put_parameter, put_stored
+from model.memory import require
+from model.moe import MoE
+from model.quant import Codec
+from model.random_weights import spread
+from model.stored_weights import ExpertStack, StoredEmbedding, StoredLinear, StoredWeight
+from model.tensor_table import TensorSpec, packed, stored, tensors
+from model.transformer import Transformer
+from model.weight_formats import E2M1_VALUES
+
+FIELDS = (
+    *("model", "layers", "experts", "tied", "engram_rows", "backend", "dtype", "batch", "context"),
+    *("step_us", "p20_us", "p80_us", "method", "counted_flops", "formula_flops", "read_bytes", "floor_us"),
+    *("cache_bytes", "peak_bytes", "device", "torch", "triton", "commit", "date"),
+)
+SETTINGS = FIELDS[:9]
+"""What makes a row the same measurement."""
+
+EXPERT = ".ffn.experts."
+TABLE = ".engram.embed."
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(config: V41Config, engram_rows: int | None) -> dict[str, TensorSpec]:
+    """Every parameter of the text model, Engram tables cut to so many rows."""
+    table = {name: spec for name, spec in tensors(config).items() if spec.part == "text"}
+    if engram_rows is not None:
+        for name, spec in table.items():
+            if TABLE in name:
+                table[name] = spec._replace(shape=(min(engram_rows, spec.shape[0]), spec.shape[1]))
+    return table
+
+
+def weight_bytes(config: V41Config, *, tie_experts: bool, engram_rows: int | None) -> int:
+    """Bytes of all weights as they will lie in memory, an exact integer."""
+    first = min((name.split(EXPERT)[0] for name in tensors(config) if EXPERT in name), default="")
+    headers = stored(table_of(config, engram_rows))
+    own = (name for name in headers if not tie_experts or EXPERT not in name or name.split(EXPERT)[0] == first)
+    return sum(headers[name].nbytes for name in own)
+
+
+class CutEmbedding(StoredEmbedding):
+    """An Engram table with fewer rows than its hash reaches."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] ids, taken modulo the rows there are, to [..., width]."""
+        return super().forward(ids % self.stored.shape[0])
+
+
+def random_planes(spec: TensorSpec, generator: torch.Generator, deviation: float) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a packed weight [rows, width] of about this standard deviation, uint8, without NaN."""
+    weight, scale = (torch.empty(h.shape, dtype=torch.uint8, device=generator.device) for h in packed(spec))
+    fill_codes(weight, generator, e4m3=spec.kind != "fp4")
+    scale.fill_(127 + round(math.log2(deviation / code_deviation(spec.kind))))
+    return weight, scale
+
+
+@lru_cache
+def code_deviation(kind: str) -> float:
+    """The standard deviation of the codes that `fill_codes` draws."""
+    if kind == "fp4":
+        return (sum(value**2 for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0.5
+    codes = torch.arange(256).to(torch.uint8) & NO_NAN
+    return codes.view(torch.float8_e4m3fn).float().square().mean().sqrt().item()
+
+
+NO_NAN = 0xBF
+"""E4M3 codes without the upper half of the exponents, where the NaN is."""
+
+
+def fill_codes(codes: Tensor, generator: torch.Generator, *, e4m3: bool) -> None:
+    """Random codes of E2M1, two a byte, or of E4M3."""
+    codes.random_(0, 256, generator=generator)
+    if e4m3:
+        codes &= NO_NAN
+
+
+def build(
+    config: V41Config,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tie_experts: bool = True,
+    engram_rows: int | None = 2**20,
+    seed: int = 0,
+) -> Transformer:
+    """The model with random packed weights, made where they will lie.
+
+    Raises:
+        MemoryError: they do not fit; says what would.
+    """
+    needed = weight_bytes(config, tie_experts=tie_experts, engram_rows=engram_rows)
+    least = number_of_bytes(weight_bytes(config, tie_experts=True, engram_rows=2**16))
+    hint = f"; with --tie-experts and --engram-rows 65536 it needs {least}"
+    require(f"{config.name} with its weights", needed, device, hint)
+    generator = torch.Generator(device).manual_seed(seed)
+    model = Transformer(config, backend, dtype, "meta")
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    _fill_experts(model, generator, tie_experts)
+    for name, spec in table_of(config, engram_rows).items():
+        mean, deviation = spread(name, spec.shape[-1])
+        if EXPERT in name:
+            continue
+        if not spec.quantised:
+            values = torch.empty(spec.shape, dtype=parameters[name].dtype, device=device)
+            put_parameter(model, name, values.normal_(mean, deviation, generator=generator))
+            continue
+        weight = StoredWeight(name, spec.shape, spec.kind, dtype, *random_planes(spec, generator, deviation))
+        if TABLE in name:
+            parent = name.rpartition(".embed.")[0]
+            modules[parent].embed = CutEmbedding(weight, device, model.backend)
+        else:
+            put_stored(model, modules, weight, device, True)
+    if config.engram_layer_ids:
+        model.set_token_map([i % config.engram_compressed_vocab_size for i in range(config.vocab_size)])
+    return model.eval()
+
+
+def _fill_experts(model: Transformer, generator: torch.Generator, tie: bool) -> None:
+    """A stack of routed experts for every layer, or one for all."""
+    config, stack, experts = model.config, None, None
+    number, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    for path, layer in model.named_modules():
+        if not isinstance(layer, MoE):
+            continue
+        if stack is None or not tie:
+            stack = ExpertStack(number, hidden, inner, activation_rounding=True, device=generator.device)
+            for matrix in ExpertStack.MATRICES:
+                codes, scales = getattr(stack, matrix)
+                spec = TensorSpec((codes.shape[1], 2 * codes.shape[2]), "fp4")
+                for expert in range(number):
+                    planes = random_planes(spec, generator, spec.shape[1] ** -0.5)
+                    codes[expert], scales[expert] = planes
+            experts = _views(stack, f"{path}.experts", layer, model)
+        layer.stack, layer.experts = stack, experts
+
+
+def _views(stack: ExpertStack, path: str, layer: MoE, model: Transformer) -> torch.nn.ModuleList:
+    """The experts as layers, for a backend that has no kernel for all of them at once."""
+    if model.backend.expert_runner(_Stacked(stack)) != "PyTorch":
+        return torch.nn.ModuleList()
+    for i, expert in enumerate(layer.experts):
+        for matrix in ExpertStack.MATRICES:
+            name, shape = f"{path}.{i}.{matrix}.weight", tuple(getattr(expert, matrix).weight.shape)
+            weight = StoredWeight(name, shape, "fp4", model.dtype, *stack.place(i, matrix))
+            setattr(expert, matrix, StoredLinear(weight, model.backend, activation_rounding=True))
+    return layer.experts
+
+
+class _Stacked:
+    """Stands for a layer that has this stack, where a backend is asked who runs it."""
+
+    def __init__(self, stack: ExpertStack):
+        self.stack = stack
+
+
+# --- a cache as long as one likes -------------------------------------------------------------------------------------
+
+
+def random_records(rows: Tensor, codec: Codec, generator: torch.Generator) -> None:
+    """Fill packed records [..., bytes] with valid ones: no NaN, scales around 2^-6."""
+    scales = codec.form.scales(codec.width)
+    fill_codes(rows, generator, e4m3=codec.form is MXFP8)
+    low, high = (0x20, 0x30) if codec.form is FP4 else (119, 123)
+    rows[..., -scales:].random_(low, high, generator=generator)
+
+
+def filled_cache(model: Transformer, batch: int, context: int, room: int = 1, seed: int = 0) -> Cache:
+    """A cache of `batch` sequences with `context` tokens each, all of random records, and room for more.
+
+    Raises:
+        MemoryError: it does not fit.
+    """
+    cache = model.new_cache(batch, capacity=context + room)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    cache.tokens.random_(0, model.config.vocab_size, generator=generator)
+    cache.lengths = [context] * batch
+    for ring in cache.windows.values():
+        random_records(ring.rows, cache.window_codec, generator)
+    for source in cache.sources.values():
+        random_records(source.entries, cache.main_codec, generator)
+        random_records(source.keys, cache.key_codec, generator)
+        if source.pending is not None:
+            source.pending.rows.normal_(generator=generator)
+    for ring in cache._rings():
+        ring.end = [context] * batch
+    return cache
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+class DecodeStep:
+    """One decode step of a batch, always at the same position: `step()` gives logits [B, vocab].
+
+    Index tables and what else the host makes are made by the first call; from then on a step asks nothing of the host
+    that depends on the device, so that it can be captured.
+    """
+
+    def __init__(self, model: Transformer, cache: Cache, ids: Tensor):
+        self.model, self.cache = model, cache
+        self._ends = [(ring, list(ring.first), list(ring.end), list(ring.lost)) for ring in cache._rings()]
+        _, self.step, self.ids = model._begin(ids, cache, None, None)
+
+    def __call__(self) -> Tensor:
+        self.cache.lengths = list(self.step.start)
+        for ring, *sides in self._ends:
+            ring.first, ring.end, ring.lost = (list(side) for side in sides)
+        self.step.selected = self.step.candidates = None
+        with torch.inference_mode():
+            return self.model._logits(*self.model._run(self.ids, self.step, self.cache, None, self.step.start), True)
+
+
+def times_us(step: Callable[[], Tensor], device: torch.device, seconds: float = 1.0) -> tuple[list[float], str]:
+    """Times of single steps in microseconds, and how they were taken."""
+    for _ in range(3):
+        step()
+    if device.type != "cuda":
+        return list(_clock(step, seconds)), "clock"
+    torch.cuda.synchronize()
+    call, method = step, "events"
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        call, method = graph.replay, "graph"
+        call()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        print(f"no graph ({str(error).splitlines()[0][:100]}), timed by events", file=sys.stderr)
+    samples, until = [], time.perf_counter() + seconds
+    while len(samples) < 10 or time.perf_counter() < until:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    return samples, method
+
+
+def _clock(step: Callable[[], Tensor], seconds: float) -> Iterator[float]:
+    taken, until = 0, time.perf_counter() + seconds
+    while taken < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        step()
+        yield 1e6 * (time.perf_counter() - start)
+        taken += 1
+
+
+def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]:
+    """(bytes that a step of the batch must read, microseconds that these and the FLOPs take at the measured rates).
+
+    Weights: every matrix once, of routed experts as many as `batch` tokens of a uniform router are expected to pick.
+    """
+    from kernels.bench import COPY_BYTES_PER_S, FLOPS_PER_S
+
+    picked = config.num_experts_per_tok / config.n_routed_experts
+    used = 1 - (1 - picked) ** batch
+    weights = 0.0
+    for name, header in stored(table_of(config, None)).items():
+        if EXPERT in name:
+            weights += used * header.nbytes
+        elif TABLE not in name and name != "embed.weight":
+            weights += header.nbytes
+    read = round(weights) + batch * decode_read(config, context).total()
+    flops = batch * decode_flops(config, context).total()
+    return read, 1e6 * max(read / COPY_BYTES_PER_S, flops / FLOPS_PER_S["bf16"])
+
+
+def measure(model: Transformer, batch: int, context: int, engram_rows: int | None, tied: bool, seconds: float) -> dict:
+    """One row: a decode step of `batch` sequences that see `context` tokens each, the new one among them."""
+    device, config = model.device, model.config
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    cache = filled_cache(model, batch, context - 1)
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    step = DecodeStep(model, cache, ids)
+    with FlopCounter(model) as counter:
+        logits = step()
+    if batch == 1:
+        counter.compare(decode_flops(config, context))  # an error where they differ for a reason that is not known
+    if not torch.isfinite(logits).all():
+        raise ArithmeticError("a step of random weights gave logits that are not finite")
+    samples, method = times_us(step, device, seconds)
+    p20, median, p80 = (statistics.quantiles(samples, n=10)[i] for i in (1, 4, 7))
+    read, floor = step_floor(config, batch, context)
+    return {
+        "model": config.name,
+        "layers": config.num_hidden_layers,
+        "experts": config.n_routed_experts,
+        "tied": tied,
+        "engram_rows": "all" if engram_rows is None else engram_rows,
+        "backend": model.backend.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "batch": batch,
+        "context": context,
+        "step_us": f"{median:.1f}",
+        "p20_us": f"{p20:.1f}",
+        "p80_us": f"{p80:.1f}",
+        "method": method,
+        "counted_flops": sum(counter.flops.values()) // batch,
+        "formula_flops": decode_flops(config, context).total(),
+        "read_bytes": read,
+        "floor_us": f"{floor:.1f}" if device.type == "cuda" else "",
+        "cache_bytes": cache.nbytes(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else "",
+        **_where(device),
+    }
+
+
+def kernel_times_us(step: Callable[[], Tensor], steps: int = 3) -> dict[str, tuple[float, float]]:
+    """(microseconds, launches) of every kernel in one step on a GPU, the longest first; launches are not in it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as taken:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = {row.key: (row.self_device_time_total / steps, row.count / steps) for row in taken.key_averages()}
+    return dict(sorted(rows.items(), key=lambda item: -item[1][0]))
+
+
+def _where(device: torch.device) -> dict[str, str]:
+    """Device, versions, commit ($COMMIT for a copy without its history) and date."""
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = ""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = os.environ.get("COMMIT")
+    if not commit:
+        try:
+            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = ""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "triton": version,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+# --- a sweep ----------------------------------------------------------------------------------------------------------
+
+
+def done(path: Path, device: str) -> set[tuple[str, ...]]:
+    """The settings of the rows that a file has for this device.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    if not path.exists():
+        return set()
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        if tuple(rows.fieldnames or ()) != FIELDS:
+            raise ValueError(f"{path} has other columns; accepted: a file of this command, or a new one")
+        return {tuple(row[key] for key in SETTINGS) for row in rows if row["device"] == device}
+
+
+def append(path: Path, row: dict) -> None:
+    """One whole row at the end of the file, which is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m model.fullsize", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="v4.1-flash", help="a V4.1 preset or config.json (v4.1-flash)")
+    parser.add_argument("--experts", type=int, help="routed experts, fewer than the model has")
+    parser.add_argument("--tie-experts", action="store_true", help="all layers read the routed experts of the first")
+    parser.add_argument("--engram-rows", type=int, default=2**20, help="rows of an Engram table (1,048,576)")
+    parser.add_argument("--contexts", default="4Ki", help="tokens visible to the step: 4Ki,128Ki,1M (4Ki)")
+    parser.add_argument("--batches", default="1", help="sequences a step: 1,8,32 (1)")
+    parser.add_argument("--backend", default="triton", help="triton or reference (triton)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement (1)")
+    parser.add_argument("--limit", type=float, default=math.inf, help="start no measurement after so many seconds")
+    parser.add_argument("--profile", action="store_true", help="print the time of every kernel in a step, on a GPU")
+    parser.add_argument("--out", type=Path, help="CSV file that rows are appended to; without it they are only printed")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; 1 and one line where something cannot be."""
+    try:
+        return _sweep(options(arguments))
+    except (ArithmeticError, ConfigError, MemoryError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _sweep(chosen: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    device = torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
+    config = load_config(chosen.model)
+    if not isinstance(config, V41Config):
+        raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
+    if chosen.experts is not None:
+        config = load_config(config.to_dict() | {"n_routed_experts": chosen.experts})
+    contexts = [parse_context(text) for text in chosen.contexts.split(",")]
+    batches = [int(text) if text.isdigit() else 0 for text in chosen.batches.split(",")]
+    if min(batches) < 1:
+        raise ValueError(f"batches is {chosen.batches}; accepted: whole numbers from 1, with commas")
+    if chosen.profile and device.type != "cuda":
+        raise ValueError("profile needs a GPU; accepted: --device cuda")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    make_backend(chosen.backend)
+    settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows}
+    model = build(config, chosen.backend, dtype, device, **settings)
+    weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - start
+    print(f"{config.name}: {weights} of weights made in {seconds:.0f} s", flush=True)
+    known = done(chosen.out, _where(device)["device"]) if chosen.out else set()
+    for batch in batches:
+        for context in contexts:
+            same = (
+                *(config.name, config.num_hidden_layers, config.n_routed_experts, chosen.tie_experts),
+                *(chosen.engram_rows, chosen.backend, str(dtype).removeprefix("torch."), batch, context),
+            )
+            if tuple(map(str, same)) in known:
+                continue
+            if time.perf_counter() - start > chosen.limit:
+                print(f"limit of {chosen.limit:.0f} s: run again to go on with batch {batch}, context {context:,}")
+                return 0
+            if chosen.profile:
+                _print_profile(model, batch, context)
+            row = measure(model, batch, context, chosen.engram_rows, chosen.tie_experts, chosen.seconds)
+            if chosen.out:
+                append(chosen.out, row)
+            ratio = f"{float(row['step_us']) / float(row['floor_us']):.2f}x of the floor, " if row["floor_us"] else ""
+            flops = f"{row['counted_flops']:,} FLOPs a token counted, {row['formula_flops']:,} by the formula"
+            print(
+                f"batch {batch}, context {context:,}: {row['step_us']} us ({row['method']}), {ratio}{flops}", flush=True
+            )
+    return 0
+
+
+def _print_profile(model: Transformer, batch: int, context: int) -> None:
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    times = kernel_times_us(DecodeStep(model, filled_cache(model, batch, context - 1), ids))
+    print(f"batch {batch}, context {context:,}: {sum(t for t, _ in times.values()):.0f} us in kernels")
+    for name, (taken, launches) in list(times.items())[:24]:
+        print(f"  {taken:9.1f} us  {launches:6.0f} launches  {name[:80]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
