@@ -22,12 +22,8 @@ sweep that is run again goes on behind the rows that its file has. Source: V4.1 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import math
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +47,7 @@ from model.memory import require
 from model.moe import MoE
 from model.quant import Codec
 from model.random_weights import spread
+from model.run_rows import append, rows_of, where
 from model.stored_weights import ExpertStack, StoredEmbedding, StoredLinear, StoredWeight
 from model.tensor_table import TensorSpec, packed, stored, tensors
 from model.transformer import Transformer
@@ -356,7 +353,7 @@ def measure(model: Transformer, batch: int, context: int, engram_rows: int | Non
         "floor_us": f"{floor:.1f}" if device.type == "cuda" else "",
         "cache_bytes": cache.nbytes(),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else "",
-        **_where(device),
+        **where(device),
     }
 
 
@@ -374,57 +371,7 @@ def kernel_times_us(step: Callable[[], Tensor], steps: int = 3) -> dict[str, tup
     return dict(sorted(rows.items(), key=lambda item: -item[1][0]))
 
 
-def _where(device: torch.device) -> dict[str, str]:
-    """Device, versions, commit ($COMMIT for a copy without its history) and date."""
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = ""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = os.environ.get("COMMIT")
-    if not commit:
-        try:
-            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            commit = ""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "triton": version,
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 # --- a sweep ----------------------------------------------------------------------------------------------------------
-
-
-def done(path: Path, device: str) -> set[tuple[str, ...]]:
-    """The settings of the rows that a file has for this device.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    if not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if tuple(rows.fieldnames or ()) != FIELDS:
-            raise ValueError(f"{path} has other columns; accepted: a file of this command, or a new one")
-        return {tuple(row[key] for key in SETTINGS) for row in rows if row["device"] == device}
-
-
-def append(path: Path, row: dict) -> None:
-    """One whole row at the end of the file, which is made where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -476,7 +423,8 @@ def _sweep(chosen: argparse.Namespace) -> int:
     model = build(config, chosen.backend, dtype, device, **settings)
     weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - start
     print(f"{config.name}: {weights} of weights made in {seconds:.0f} s", flush=True)
-    known = done(chosen.out, _where(device)["device"]) if chosen.out else set()
+    known = rows_of(chosen.out, FIELDS, where(device)["device"]) if chosen.out else []
+    known = {tuple(row[key] for key in SETTINGS) for row in known}
     for batch in batches:
         for context in contexts:
             same = (
@@ -492,7 +440,7 @@ def _sweep(chosen: argparse.Namespace) -> int:
                 _print_profile(model, batch, context)
             row = measure(model, batch, context, chosen.engram_rows, chosen.tie_experts, chosen.seconds)
             if chosen.out:
-                append(chosen.out, row)
+                append(chosen.out, FIELDS, row)
             ratio = f"{float(row['step_us']) / float(row['floor_us']):.2f}x of the floor, " if row["floor_us"] else ""
             flops = f"{row['counted_flops']:,} FLOPs a token counted, {row['formula_flops']:,} by the formula"
             print(
