@@ -389,3 +389,9 @@ def make_backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise BackendError(f"backend is {name!r}; accepted: {', '.join(BACKENDS)}")
     return BACKENDS[name]()
+
+
+def measured_rates() -> tuple[float, dict[str, float]]:
+    """(bytes a second of a copy, FLOPs a second of a product by type) on the GPU that `kernels.bench` knows."""
+    bench = importlib.import_module("kernels.bench")
+    return bench.COPY_BYTES_PER_S, bench.FLOPS_PER_S

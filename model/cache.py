@@ -95,6 +95,30 @@ class Ring:
         self.first[b] = min(self.first[b], self.end[b])
 
 
+class Counted:
+    """Bytes of a cache by what `stored(b)` yields for each of its `batch_size` sequences of `lengths[b]` tokens."""
+
+    def nbytes(self, by: str | None = None, sequence: int | None = None) -> int | dict:
+        """Bytes stored, of one sequence or of all: a sum, or a dict by `component`, `tier`, `layer`.
+
+        Raises:
+            CacheError: another `by`.
+        """
+        keys = {"layer": 0, "component": 1, "tier": 2}
+        if by is not None and by not in keys:
+            raise CacheError(f"by is {by!r}; accepted: {', '.join(keys)}")
+        sums: dict = {}
+        for b in range(self.batch_size) if sequence is None else (sequence,):
+            for row in self.stored(b):
+                name = row[keys[by]] if by else None
+                sums[name] = sums.get(name, 0) + row[3].nbytes
+        return sums if by else sum(sums.values())
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+
 class Source:
     """What one layer that compresses keeps: packed entries, packed index keys, the inputs of the open group."""
 
@@ -116,7 +140,7 @@ class Source:
             )
 
 
-class Cache:
+class Cache(Counted):
     """The cache of `batch_size` sequences, empty or filled; `model.new_cache` makes one that fits the model.
 
     `lengths[b]` tokens of sequence b are in it. Entries of the first `frozen[b]` tokens are never written again.
@@ -211,22 +235,6 @@ class Cache:
                 rows = pending.in_order(b, open_group, max(pending.end[b], open_group))
                 yield layer, "compressor_state", "state", rows
 
-    def nbytes(self, by: str | None = None, sequence: int | None = None) -> int | dict:
-        """Bytes stored, of one sequence or of all: a sum, or a dict by `component`, `tier`, `layer`.
-
-        Raises:
-            CacheError: another `by`.
-        """
-        keys = {"layer": 0, "component": 1, "tier": 2}
-        if by is not None and by not in keys:
-            raise CacheError(f"by is {by!r}; accepted: {', '.join(keys)}")
-        sums: dict = {}
-        for b in range(self.batch_size) if sequence is None else (sequence,):
-            for row in self.stored(b):
-                name = row[keys[by]] if by else None
-                sums[name] = sums.get(name, 0) + row[3].nbytes
-        return sums if by else sum(sums.values())
-
     def history_nbytes(self, sequence: int | None = None) -> int:
         """Bytes of the token history that Engram reads, of one sequence or of all: `flashsim.token_history_bytes`."""
         reach = self.config.engram_max_ngram_size - 1 if self.config.engram_layer_ids else 0
@@ -244,10 +252,6 @@ class Cache:
             tensors += [source.entries, source.keys]
             tensors += [source.pending.rows] if source.pending is not None else []
         return sum(tensor.nbytes for tensor in tensors)
-
-    def __len__(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths)
 
     def __repr__(self) -> str:
         rounding = "rounded" if self.cache_rounding else "not rounded"

@@ -1,6 +1,6 @@
-"""How the models of V1 to V4 are called: what they ask of their input, and prompts in chunks.
+"""How models are called: what they ask of their input; and, for V1 to V4, prompts in chunks.
 
-V4.1's prefill stops half-way for most of a prompt (`model.transformer`). Here every layer runs for every token.
+V4.1's prefill stops half-way for most of a prompt (`model.transformer`). Before it every layer runs for every token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from model.cache import CacheError
-from model.transformer import EXACT, InputError
+
+EXACT = "exact"
+
+
+class InputError(ValueError):
+    """Token ids, lengths or a cache that the model cannot take."""
 
 
 def begin(model: nn.Module, ids, cache, lengths: Sequence[int] | None):
@@ -49,7 +54,16 @@ def begin(model: nn.Module, ids, cache, lengths: Sequence[int] | None):
     return cache, count, ids
 
 
-class WholePrompt:
+class LanguageModel(nn.Module):
+    """What is shown of a model: its `config`, `backend`, `dtype`, `device` and `cache_rounding`."""
+
+    def extra_repr(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        name, rounding = self.config.name, self.cache_rounding
+        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
+
+
+class WholePrompt(LanguageModel):
     """`prefill` as V4.1 has it, for models without an encoder-decoder."""
 
     def tail_rows(self, rollback: int = 0) -> None:

@@ -39,7 +39,7 @@ from flashsim.formats import FP4, MXFP8
 from flashsim.reading import ConfigError
 from flashsim.traffic import decode_read
 from flashsim.units import number_of_bytes, parse_context
-from model.backend import make_backend
+from model.backend import make_backend, measured_rates
 from model.cache import Cache
 from model.flop_counter import FlopCounter
 from model.loading import put_parameter, put_stored
@@ -301,8 +301,7 @@ def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]
 
     Weights: every matrix once, of routed experts as many as `batch` tokens of a uniform router are expected to pick.
     """
-    from kernels.bench import COPY_BYTES_PER_S, FLOPS_PER_S
-
+    copied, products = measured_rates()
     picked = config.num_experts_per_tok / config.n_routed_experts
     used = 1 - (1 - picked) ** batch
     weights = 0.0
@@ -313,7 +312,7 @@ def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]
             weights += header.nbytes
     read = round(weights) + batch * decode_read(config, context).total()
     flops = batch * decode_flops(config, context).total()
-    return read, 1e6 * max(read / COPY_BYTES_PER_S, flops / FLOPS_PER_S["bf16"])
+    return read, 1e6 * max(read / copied, flops / products["bf16"])
 
 
 def measure(model: Transformer, batch: int, context: int, engram_rows: int | None, tied: bool, seconds: float) -> dict:

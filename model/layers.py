@@ -129,3 +129,14 @@ class RMSNorm(Weighted):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps:g}"
+
+
+SMALL = 2**16
+"""Numbers of a weight that is also kept in the type of the activations; larger ones are widened as fast as read."""
+
+
+def keep_small_copies(model: nn.Module) -> None:
+    """Let every small weight of a model keep its converted copy."""
+    for module in model.modules():
+        if isinstance(module, Weighted):
+            module.keeps_copy = module.weight.numel() <= SMALL

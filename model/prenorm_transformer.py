@@ -29,12 +29,11 @@ from flashsim.reading import ConfigError
 from flashsim.schedule import LayerPlan, layer_plan
 from model.attention import dsa, gqa, mla
 from model.backend import BackendError, make_backend
-from model.call import WholePrompt, begin
+from model.call import InputError, WholePrompt, begin
 from model.flop_counter import label
 from model.grouped_experts import MoE, SwiGLU, check_router
-from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide, wide_dtype
+from model.layers import Embedding, Linear, RMSNorm, arithmetic_dtype, keep_small_copies, wide, wide_dtype
 from model.token_cache import TokenCache, TokenStep
-from model.transformer import SMALL, InputError
 from model.yarn import frequencies, scaling_of
 
 ATTENTIONS = {"gqa": gqa.Attention, "mla": mla.Attention, "dsa": dsa.Attention}
@@ -72,7 +71,7 @@ class Stack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
 
 
-class PreNormTransformer(WholePrompt, nn.Module):
+class PreNormTransformer(WholePrompt):
     """What the three have in common, with uninitialised weights.
 
     Args:
@@ -113,10 +112,7 @@ class PreNormTransformer(WholePrompt, nn.Module):
         self.model = Stack(config, self.plans, **options)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
-        small = sum(parameter.numel() for parameter in self.parameters()) <= SMALL
-        for module in self.modules():
-            if isinstance(module, Weighted):
-                module.keeps_copy = small
+        keep_small_copies(self)
 
     @classmethod
     def _check(cls, config: Config, cache_rounding: bool) -> None:
@@ -179,11 +175,6 @@ class PreNormTransformer(WholePrompt, nn.Module):
         x = wide(x)
         with label("lm_head"):
             return F.linear(x, self.model.embed_tokens.weight.to(x.dtype)).to(wide_dtype(self.dtype))
-
-    def extra_repr(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        name, rounding = self.config.name, self.cache_rounding
-        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
 
 
 class GQATransformer(PreNormTransformer):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashsim.config import Config
-from model.cache import ROLLBACK, CacheError, Ring
+from model.cache import ROLLBACK, CacheError, Counted, Ring
 from model.memory import require
 from model.record_codec import RecordCodec
 from model.step import Step
@@ -40,7 +40,7 @@ class Store:
         return self.rows[b, : length // self.ratio, : self.codec.nbytes]
 
 
-class RecordCache:
+class RecordCache(Counted):
     """The cache of `batch_size` sequences; `lengths[b]` tokens of sequence b are in it.
 
     A subclass fills `stores` and `rings`, both by (layer, component), and says with `oldest` what a ring has to hold.
@@ -115,29 +115,9 @@ class RecordCache:
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
-    def nbytes(self, by: str | None = None, sequence: int | None = None) -> int | dict:
-        """Bytes stored, of one sequence or of all: a sum, or a dict by `component`, `tier`, `layer`.
-
-        Raises:
-            CacheError: another `by`.
-        """
-        keys = {"layer": 0, "component": 1, "tier": 2}
-        if by is not None and by not in keys:
-            raise CacheError(f"by is {by!r}; accepted: {', '.join(keys)}")
-        sums: dict = {}
-        for b in range(self.batch_size) if sequence is None else (sequence,):
-            for row in self.stored(b):
-                name = row[keys[by]] if by else None
-                sums[name] = sums.get(name, 0) + row[3].nbytes
-        return sums if by else sum(sums.values())
-
     def reserved_nbytes(self) -> int:
         """Bytes that the tensors take, used or not."""
         return sum(part.rows.nbytes for part in (*self.stores.values(), *self.rings.values()))
-
-    def __len__(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths)
 
     def __repr__(self) -> str:
         rounding = "" if self.cache_rounding else ", not rounded"

@@ -26,22 +26,16 @@ from flashsim.reading import ConfigError
 from flashsim.schedule import LayerPlan, last_kv_source, layer_plan
 from model.attention.csa2 import Attention
 from model.backend import Backend, make_backend
-from model.cache import ROLLBACK, Cache, CacheError
+from model.cache import ROLLBACK, Cache
+from model.call import EXACT, InputError, LanguageModel, begin
 from model.engram import Engram
 from model.explain import Explanation, explain
-from model.layers import Embedding, Linear, RMSNorm, Weighted, wide_dtype
+from model.layers import Embedding, Linear, RMSNorm, keep_small_copies, wide_dtype
 from model.memory import MODEST, require
 from model.moe import MoE
 from model.replay import Replay, replay
 from model.rope import frequencies
 from model.step import Step
-
-EXACT = "exact"
-SMALL = 2**16  # numbers of a float32 weight that is also kept in float64; larger ones are widened as fast as read
-
-
-class InputError(ValueError):
-    """Token ids, lengths or a cache that the model cannot take."""
 
 
 class Block(nn.Module):
@@ -92,7 +86,7 @@ class Block(nn.Module):
         return self.backend.expand(h, y, mix), mix.pre
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """The text model of a V4.1 config, with uninitialised weights.
 
     Args:
@@ -129,9 +123,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, plan, self.backend, **options) for plan in self.plans)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
-        for module in self.modules():
-            if isinstance(module, Weighted):
-                module.keeps_copy = module.weight.numel() <= SMALL
+        keep_small_copies(self)
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)
@@ -293,35 +285,8 @@ class Transformer(nn.Module):
     # --- parts --------------------------------------------------------------------------------------------------
 
     def _begin(self, ids, cache, lengths, images, chunk=None, whole=False) -> tuple[Cache, Step, Tensor]:
-        ids = torch.as_tensor(ids)
-        if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InputError(
-                f"ids are {ids.dtype} of shape {tuple(ids.shape)}; accepted: whole numbers [batch, sequence]"
-            )
+        cache, count, ids = begin(self, ids, cache, lengths)
         batch, rows = ids.shape
-        if batch == 0 or rows == 0:
-            raise InputError(f"ids have shape {tuple(ids.shape)}; accepted: at least one sequence of one token")
-        ids = ids.to(self.device, torch.int64)
-        count = [rows] * batch if lengths is None else [int(n) for n in lengths]
-        if len(count) != batch or not all(1 <= n <= rows for n in count):
-            raise InputError(f"lengths are {count}; accepted: {batch} whole numbers from 1 to {rows}")
-        if lengths is not None and max(count) < rows:
-            rows, ids = max(count), ids[:, : max(count)]
-        low, high = torch.stack(ids.aminmax()).tolist()
-        if low < 0 or high >= self.config.vocab_size:
-            raise InputError(f"token id {low if low < 0 else high}; accepted: 0 to {self.config.vocab_size - 1}")
-        if cache is None:
-            cache = self.new_cache(batch, capacity=rows)
-        if cache.batch_size != batch:
-            raise InputError(f"ids have {batch} sequences; accepted: {cache.batch_size}, as the cache")
-        if cache.config != self.config or cache.cache_rounding != self.cache_rounding or cache.dtype != self.dtype:
-            raise CacheError(f"{cache!r} was made for another model; accepted: a cache of new_cache()")
-        longest, limit = (
-            max(s + c for s, c in zip(cache.lengths, count, strict=True)),
-            self.config.max_position_embeddings,
-        )
-        if longest > limit:
-            raise InputError(f"{longest} tokens in a sequence; accepted: max_position_embeddings, {limit}")
         self._require(batch, min(chunk or rows, rows), rows if whole else 1)
         if images is not None and (
             images.shape[:1] != ids.shape[:1] or images.shape[1] < rows or images.dtype != torch.bool
@@ -333,7 +298,7 @@ class Transformer(nn.Module):
                     "token_map is missing: Engram needs the compressed ids of the tokenizer (set_token_map)"
                 )
             self.token_map = self.token_map.to(self.device)
-        cache.reserve(longest)
+        cache.reserve(max(s + c for s, c in zip(cache.lengths, count, strict=True)))
         return cache, Step(self.config, list(cache.lengths), count, self.device), ids
 
     def _require(self, batch: int, rows: int, logits: int) -> None:
@@ -367,11 +332,6 @@ class Transformer(nn.Module):
             row = torch.tensor([max(c - 1, 0) for c in step.count], device=self.device)
             x = x[torch.arange(step.batch, device=self.device), row]
         return self.head(x).to(wide_dtype(self.dtype))
-
-    def extra_repr(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        name, rounding = self.config.name, self.cache_rounding
-        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
 
 
 def _check(config) -> None:

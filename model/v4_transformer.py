@@ -37,10 +37,9 @@ from model.cache import ROLLBACK
 from model.call import WholePrompt, begin
 from model.flop_counter import label
 from model.hyper_connection import coefficients, collapse, expand
-from model.layers import Embedding, Linear, RMSNorm, Weighted, arithmetic_dtype, wide, wide_dtype
+from model.layers import Embedding, Linear, RMSNorm, arithmetic_dtype, keep_small_copies, wide, wide_dtype
 from model.rope import frequencies
 from model.step import Step
-from model.transformer import SMALL
 from model.v4_cache import V4Cache
 from model.v4_moe import V4MoE
 
@@ -77,7 +76,7 @@ class V4Block(nn.Module):
         )
 
 
-class V4Transformer(WholePrompt, nn.Module):
+class V4Transformer(WholePrompt):
     """The text model of a V4 config, with uninitialised weights.
 
     Args:
@@ -114,10 +113,7 @@ class V4Transformer(WholePrompt, nn.Module):
         if not config.tie_word_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
         _add_mixing(self, "hc_head", config.hc_mult, 1, config, **options)
-        small = sum(parameter.numel() for parameter in self.parameters()) <= SMALL
-        for module in self.modules():
-            if isinstance(module, Weighted):
-                module.keeps_copy = small
+        keep_small_copies(self)
 
     @property
     def device(self) -> torch.device:
@@ -181,11 +177,6 @@ class V4Transformer(WholePrompt, nn.Module):
             z = F.linear(f, self.hc_head_fn.to(f.dtype))
         z = z * torch.rsqrt(f.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps)
         return torch.sigmoid(z * self.hc_head_scale.to(z.dtype) + self.hc_head_base.to(z.dtype)) + config.hc_eps
-
-    def extra_repr(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        name, rounding = self.config.name, self.cache_rounding
-        return f"{name}, {self.backend!r}, dtype={dtype}, device={self.device}, cache_rounding={rounding}"
 
 
 def _add_mixing(module: nn.Module, name: str, rows: int, scales: int, config: V4Config, *, dtype, device) -> None:
