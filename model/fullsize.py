@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +54,15 @@ from model.tensor_table import TensorSpec, packed, stored, tensors
 from model.transformer import Transformer
 from model.weight_formats import E2M1_VALUES
 
+SHAPE = ("model", "layers", "experts", "tied", "engram_rows", "backend", "dtype")
+"""What a row says of the model that ran."""
+
 FIELDS = (
-    *("model", "layers", "experts", "tied", "engram_rows", "backend", "dtype", "batch", "context"),
+    *(*SHAPE, "batch", "context"),
     *("step_us", "p20_us", "p80_us", "method", "counted_flops", "formula_flops", "read_bytes", "floor_us"),
     *("cache_bytes", "peak_bytes", "device", "torch", "triton", "commit", "date"),
 )
-SETTINGS = FIELDS[:9]
+SETTINGS = (*SHAPE, "batch", "context")
 """What makes a row the same measurement."""
 
 EXPERT = ".ffn.experts."
@@ -315,8 +319,8 @@ def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]
     return read, 1e6 * max(read / copied, flops / products["bf16"])
 
 
-def measure(model: Transformer, batch: int, context: int, engram_rows: int | None, tied: bool, seconds: float) -> dict:
-    """One row: a decode step of `batch` sequences that see `context` tokens each, the new one among them."""
+def measure(model: Transformer, batch: int, context: int, seconds: float) -> dict[str, Any]:
+    """A decode step of `batch` sequences that see `context` tokens each, the new one among them."""
     device, config = model.device, model.config
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -333,13 +337,6 @@ def measure(model: Transformer, batch: int, context: int, engram_rows: int | Non
     p20, median, p80 = (statistics.quantiles(samples, n=10)[i] for i in (1, 4, 7))
     read, floor = step_floor(config, batch, context)
     return {
-        "model": config.name,
-        "layers": config.num_hidden_layers,
-        "experts": config.n_routed_experts,
-        "tied": tied,
-        "engram_rows": "all" if engram_rows is None else engram_rows,
-        "backend": model.backend.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
         "batch": batch,
         "context": context,
         "step_us": f"{median:.1f}",
@@ -352,7 +349,6 @@ def measure(model: Transformer, batch: int, context: int, engram_rows: int | Non
         "floor_us": f"{floor:.1f}" if device.type == "cuda" else "",
         "cache_bytes": cache.nbytes(),
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else "",
-        **where(device),
     }
 
 
@@ -370,20 +366,67 @@ def kernel_times_us(step: Callable[[], Tensor], steps: int = 3) -> dict[str, tup
     return dict(sorted(rows.items(), key=lambda item: -item[1][0]))
 
 
+# --- a model as the command line asks for it --------------------------------------------------------------------------
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model is built."""
+    parser.add_argument("--model", default="v4.1-flash", help="a V4.1 preset or config.json (v4.1-flash)")
+    parser.add_argument("--experts", type=int, help="routed experts, fewer than the model has")
+    parser.add_argument("--tie-experts", action="store_true", help="all layers read the routed experts of the first")
+    parser.add_argument("--engram-rows", type=int, default=2**20, help="rows of an Engram table (1,048,576)")
+    parser.add_argument("--backend", default="triton", help="triton or reference (triton)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
+
+
+def build_from(chosen: argparse.Namespace) -> Transformer:
+    """The model of these options; says what it takes.
+
+    Raises:
+        ValueError, ConfigError, BackendError, MemoryError: it cannot be here.
+    """
+    start, device = time.perf_counter(), torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
+    config = load_config(chosen.model)
+    if not isinstance(config, V41Config):
+        raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
+    if chosen.experts is not None:
+        config = load_config(config.to_dict() | {"n_routed_experts": chosen.experts})
+    if chosen.engram_rows < 1:
+        raise ValueError(f"engram_rows is {chosen.engram_rows}; accepted: a whole number from 1")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    make_backend(chosen.backend)
+    settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows}
+    model = build(config, chosen.backend, dtype, device, **settings)
+    weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - start
+    print(f"{config.name}: {weights} of weights made in {seconds:.0f} s", flush=True)
+    return model
+
+
+def shape_of(model: Transformer, chosen: argparse.Namespace) -> dict[str, Any]:
+    """What a row says of the model."""
+    config = model.config
+    return {
+        "model": config.name,
+        "layers": config.num_hidden_layers,
+        "experts": config.n_routed_experts,
+        "tied": chosen.tie_experts,
+        "engram_rows": chosen.engram_rows,
+        "backend": model.backend.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
 # --- a sweep ----------------------------------------------------------------------------------------------------------
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(prog="python -m model.fullsize", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="v4.1-flash", help="a V4.1 preset or config.json (v4.1-flash)")
-    parser.add_argument("--experts", type=int, help="routed experts, fewer than the model has")
-    parser.add_argument("--tie-experts", action="store_true", help="all layers read the routed experts of the first")
-    parser.add_argument("--engram-rows", type=int, default=2**20, help="rows of an Engram table (1,048,576)")
+    add_shape_options(parser)
     parser.add_argument("--contexts", default="4Ki", help="tokens visible to the step: 4Ki,128Ki,1M (4Ki)")
     parser.add_argument("--batches", default="1", help="sequences a step: 1,8,32 (1)")
-    parser.add_argument("--backend", default="triton", help="triton or reference (triton)")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement (1)")
     parser.add_argument("--limit", type=float, default=math.inf, help="start no measurement after so many seconds")
     parser.add_argument("--profile", action="store_true", help="print the time of every kernel in a step, on a GPU")
@@ -402,42 +445,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _sweep(chosen: argparse.Namespace) -> int:
     start = time.perf_counter()
-    device = torch.device(chosen.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
-    config = load_config(chosen.model)
-    if not isinstance(config, V41Config):
-        raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
-    if chosen.experts is not None:
-        config = load_config(config.to_dict() | {"n_routed_experts": chosen.experts})
     contexts = [parse_context(text) for text in chosen.contexts.split(",")]
     batches = [int(text) if text.isdigit() else 0 for text in chosen.batches.split(",")]
     if min(batches) < 1:
         raise ValueError(f"batches is {chosen.batches}; accepted: whole numbers from 1, with commas")
-    if chosen.profile and device.type != "cuda":
+    if chosen.profile and torch.device(chosen.device).type != "cuda":
         raise ValueError("profile needs a GPU; accepted: --device cuda")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    make_backend(chosen.backend)
-    settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows}
-    model = build(config, chosen.backend, dtype, device, **settings)
-    weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - start
-    print(f"{config.name}: {weights} of weights made in {seconds:.0f} s", flush=True)
-    known = rows_of(chosen.out, FIELDS, where(device)["device"]) if chosen.out else []
+    model = build_from(chosen)
+    device = where(model.device)
+    known = rows_of(chosen.out, FIELDS, device["device"]) if chosen.out else []
     known = {tuple(row[key] for key in SETTINGS) for row in known}
     for batch in batches:
         for context in contexts:
-            same = (
-                *(config.name, config.num_hidden_layers, config.n_routed_experts, chosen.tie_experts),
-                *(chosen.engram_rows, chosen.backend, str(dtype).removeprefix("torch."), batch, context),
-            )
-            if tuple(map(str, same)) in known:
+            row = shape_of(model, chosen) | {"batch": batch, "context": context}
+            if tuple(str(row[key]) for key in SETTINGS) in known:
                 continue
             if time.perf_counter() - start > chosen.limit:
                 print(f"limit of {chosen.limit:.0f} s: run again to go on with batch {batch}, context {context:,}")
                 return 0
             if chosen.profile:
                 _print_profile(model, batch, context)
-            row = measure(model, batch, context, chosen.engram_rows, chosen.tie_experts, chosen.seconds)
+            row |= measure(model, batch, context, chosen.seconds) | device
             if chosen.out:
                 append(chosen.out, FIELDS, row)
             ratio = f"{float(row['step_us']) / float(row['floor_us']):.2f}x of the floor, " if row["floor_us"] else ""
