@@ -46,6 +46,7 @@ from model.flop_counter import FlopCounter
 from model.loading import put_parameter, put_stored
 from model.memory import require
 from model.moe import MoE
+from model.parallel import Ranks, hold, start
 from model.quant import Codec
 from model.random_weights import spread
 from model.run_rows import append, rows_of, where
@@ -54,7 +55,7 @@ from model.tensor_table import TensorSpec, packed, stored, tensors
 from model.transformer import Transformer
 from model.weight_formats import E2M1_VALUES
 
-SHAPE = ("model", "layers", "experts", "tied", "engram_rows", "backend", "dtype")
+SHAPE = ("model", "layers", "experts", "tied", "engram_rows", "ranks", "backend", "dtype")
 """What a row says of the model that ran."""
 
 FIELDS = (
@@ -65,6 +66,7 @@ FIELDS = (
 SETTINGS = (*SHAPE, "batch", "context")
 """What makes a row the same measurement."""
 
+ALONE = Ranks()
 EXPERT = ".ffn.experts."
 TABLE = ".engram.embed."
 
@@ -82,12 +84,13 @@ def table_of(config: V41Config, engram_rows: int | None) -> dict[str, TensorSpec
     return table
 
 
-def weight_bytes(config: V41Config, *, tie_experts: bool, engram_rows: int | None) -> int:
-    """Bytes of all weights as they will lie in memory, an exact integer."""
+def weight_bytes(config: V41Config, *, tie_experts: bool, engram_rows: int | None, ranks: Ranks = ALONE) -> int:
+    """Bytes of all weights of a rank as they will lie in memory, an exact integer."""
     first = min((name.split(EXPERT)[0] for name in tensors(config) if EXPERT in name), default="")
     headers = stored(table_of(config, engram_rows))
-    own = (name for name in headers if not tie_experts or EXPERT not in name or name.split(EXPERT)[0] == first)
-    return sum(headers[name].nbytes for name in own)
+    own = [name for name in headers if not tie_experts or EXPERT not in name or name.split(EXPERT)[0] == first]
+    routed = sum(headers[name].nbytes for name in own if EXPERT in name)
+    return sum(headers[name].nbytes for name in own) - routed + routed // ranks.number
 
 
 class CutEmbedding(StoredEmbedding):
@@ -135,20 +138,22 @@ def build(
     tie_experts: bool = True,
     engram_rows: int | None = 2**20,
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
     """The model with random packed weights, made where they will lie.
 
     Raises:
         MemoryError: they do not fit; says what would.
     """
-    needed = weight_bytes(config, tie_experts=tie_experts, engram_rows=engram_rows)
-    least = number_of_bytes(weight_bytes(config, tie_experts=True, engram_rows=2**16))
+    mine = ranks.experts(config.n_routed_experts)
+    needed = weight_bytes(config, tie_experts=tie_experts, engram_rows=engram_rows, ranks=ranks)
+    least = number_of_bytes(weight_bytes(config, tie_experts=True, engram_rows=2**16, ranks=ranks))
     hint = f"; with --tie-experts and --engram-rows 65536 it needs {least}"
     require(f"{config.name} with its weights", needed, device, hint)
     generator = torch.Generator(device).manual_seed(seed)
     model = Transformer(config, backend, dtype, "meta")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    _fill_experts(model, generator, tie_experts)
+    _fill_experts(model, torch.Generator(device).manual_seed(seed + 1 + ranks.rank), tie_experts, mine)
     for name, spec in table_of(config, engram_rows).items():
         mean, deviation = spread(name, spec.shape[-1])
         if EXPERT in name:
@@ -168,35 +173,37 @@ def build(
     return model.eval()
 
 
-def _fill_experts(model: Transformer, generator: torch.Generator, tie: bool) -> None:
-    """A stack of routed experts for every layer, or one for all."""
+def _fill_experts(model: Transformer, generator: torch.Generator, tie: bool, mine: range) -> None:
+    """A stack of the experts `mine` for every layer, or one for all."""
     config, stack, experts = model.config, None, None
-    number, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     for path, layer in model.named_modules():
         if not isinstance(layer, MoE):
             continue
         if stack is None or not tie:
-            stack = ExpertStack(number, hidden, inner, activation_rounding=True, device=generator.device)
+            sizes = len(mine), config.hidden_size, config.moe_intermediate_size
+            stack = ExpertStack(*sizes, activation_rounding=True, device=generator.device)
             for matrix in ExpertStack.MATRICES:
                 codes, scales = getattr(stack, matrix)
                 spec = TensorSpec((codes.shape[1], 2 * codes.shape[2]), "fp4")
-                for expert in range(number):
-                    planes = random_planes(spec, generator, spec.shape[1] ** -0.5)
-                    codes[expert], scales[expert] = planes
+                for expert in range(len(mine)):
+                    codes[expert], scales[expert] = random_planes(spec, generator, spec.shape[1] ** -0.5)
             experts = _views(stack, f"{path}.experts", layer, model)
         layer.stack, layer.experts = stack, experts
+        if len(mine) < config.n_routed_experts:
+            hold(layer, list(experts), mine)
 
 
 def _views(stack: ExpertStack, path: str, layer: MoE, model: Transformer) -> torch.nn.ModuleList:
     """The experts as layers, for a backend that has no kernel for all of them at once."""
     if model.backend.expert_runner(_Stacked(stack)) != "PyTorch":
         return torch.nn.ModuleList()
-    for i, expert in enumerate(layer.experts):
+    experts = layer.experts[: len(stack.w1[0])]
+    for i, expert in enumerate(experts):
         for matrix in ExpertStack.MATRICES:
             name, shape = f"{path}.{i}.{matrix}.weight", tuple(getattr(expert, matrix).weight.shape)
             weight = StoredWeight(name, shape, "fp4", model.dtype, *stack.place(i, matrix))
             setattr(expert, matrix, StoredLinear(weight, model.backend, activation_rounding=True))
-    return layer.experts
+    return experts
 
 
 class _Stacked:
@@ -263,12 +270,14 @@ class DecodeStep:
             return self.model._logits(*self.model._run(self.ids, self.step, self.cache, None, self.step.start), True)
 
 
-def times_us(step: Callable[[], Tensor], device: torch.device, seconds: float = 1.0) -> tuple[list[float], str]:
-    """Times of single steps in microseconds, and how they were taken."""
+def times_us(
+    step: Callable[[], Tensor], device: torch.device, seconds: float = 1.0, number: int = 0
+) -> tuple[list[float], str]:
+    """Times of single steps in microseconds, and how they were taken; a `number` of them where ranks must agree."""
     for _ in range(3):
         step()
     if device.type != "cuda":
-        return list(_clock(step, seconds)), "clock"
+        return list(_clock(step, seconds, number)), "clock"
     torch.cuda.synchronize()
     call, method = step, "events"
     try:
@@ -280,8 +289,8 @@ def times_us(step: Callable[[], Tensor], device: torch.device, seconds: float = 
     except RuntimeError as error:
         torch.cuda.synchronize()
         print(f"no graph ({str(error).splitlines()[0][:100]}), timed by events", file=sys.stderr)
-    samples, until = [], time.perf_counter() + seconds
-    while len(samples) < 10 or time.perf_counter() < until:
+    samples, until = [], time.perf_counter() + (0 if number else seconds)
+    while len(samples) < (number or 10) or time.perf_counter() < until:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
@@ -291,9 +300,9 @@ def times_us(step: Callable[[], Tensor], device: torch.device, seconds: float = 
     return samples, method
 
 
-def _clock(step: Callable[[], Tensor], seconds: float) -> Iterator[float]:
-    taken, until = 0, time.perf_counter() + seconds
-    while taken < 3 or time.perf_counter() < until:
+def _clock(step: Callable[[], Tensor], seconds: float, number: int) -> Iterator[float]:
+    taken, until = 0, time.perf_counter() + (0 if number else seconds)
+    while taken < (number or 3) or time.perf_counter() < until:
         start = time.perf_counter()
         step()
         yield 1e6 * (time.perf_counter() - start)
@@ -319,7 +328,7 @@ def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]
     return read, 1e6 * max(read / copied, flops / products["bf16"])
 
 
-def measure(model: Transformer, batch: int, context: int, seconds: float) -> dict[str, Any]:
+def measure(model: Transformer, batch: int, context: int, seconds: float, ranks: Ranks = ALONE) -> dict[str, Any]:
     """A decode step of `batch` sequences that see `context` tokens each, the new one among them."""
     device, config = model.device, model.config
     if device.type == "cuda":
@@ -329,11 +338,11 @@ def measure(model: Transformer, batch: int, context: int, seconds: float) -> dic
     step = DecodeStep(model, cache, ids)
     with FlopCounter(model) as counter:
         logits = step()
-    if batch == 1:
+    if batch == 1 and ranks.number == 1:
         counter.compare(decode_flops(config, context))  # an error where they differ for a reason that is not known
     if not torch.isfinite(logits).all():
         raise ArithmeticError("a step of random weights gave logits that are not finite")
-    samples, method = times_us(step, device, seconds)
+    samples, method = times_us(step, device, seconds, 0 if ranks.number == 1 else 30)
     p20, median, p80 = (statistics.quantiles(samples, n=10)[i] for i in (1, 4, 7))
     read, floor = step_floor(config, batch, context)
     return {
@@ -379,13 +388,13 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
 
 
-def build_from(chosen: argparse.Namespace) -> Transformer:
-    """The model of these options; says what it takes.
+def build_from(chosen: argparse.Namespace) -> tuple[Transformer, Ranks]:
+    """The model of these options, on this rank; says what it takes.
 
     Raises:
         ValueError, ConfigError, BackendError, MemoryError: it cannot be here.
     """
-    start, device = time.perf_counter(), torch.device(chosen.device)
+    begun, device = time.perf_counter(), torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
     config = load_config(chosen.model)
@@ -397,14 +406,16 @@ def build_from(chosen: argparse.Namespace) -> Transformer:
         raise ValueError(f"engram_rows is {chosen.engram_rows}; accepted: a whole number from 1")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     make_backend(chosen.backend)
-    settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows}
+    ranks, device = start(device)
+    settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows, "ranks": ranks}
     model = build(config, chosen.backend, dtype, device, **settings)
-    weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - start
-    print(f"{config.name}: {weights} of weights made in {seconds:.0f} s", flush=True)
-    return model
+    if ranks.rank == 0:
+        weights, seconds = number_of_bytes(weight_bytes(config, **settings)), time.perf_counter() - begun
+        print(f"{config.name}: {weights} of weights a rank made in {seconds:.0f} s", flush=True)
+    return model, ranks
 
 
-def shape_of(model: Transformer, chosen: argparse.Namespace) -> dict[str, Any]:
+def shape_of(model: Transformer, ranks: Ranks, chosen: argparse.Namespace) -> dict[str, Any]:
     """What a row says of the model."""
     config = model.config
     return {
@@ -413,6 +424,7 @@ def shape_of(model: Transformer, chosen: argparse.Namespace) -> dict[str, Any]:
         "experts": config.n_routed_experts,
         "tied": chosen.tie_experts,
         "engram_rows": chosen.engram_rows,
+        "ranks": ranks.number,
         "backend": model.backend.name,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -444,28 +456,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sweep(chosen: argparse.Namespace) -> int:
-    start = time.perf_counter()
+    begun = time.perf_counter()
     contexts = [parse_context(text) for text in chosen.contexts.split(",")]
     batches = [int(text) if text.isdigit() else 0 for text in chosen.batches.split(",")]
     if min(batches) < 1:
         raise ValueError(f"batches is {chosen.batches}; accepted: whole numbers from 1, with commas")
     if chosen.profile and torch.device(chosen.device).type != "cuda":
         raise ValueError("profile needs a GPU; accepted: --device cuda")
-    model = build_from(chosen)
-    device = where(model.device)
-    known = rows_of(chosen.out, FIELDS, device["device"]) if chosen.out else []
-    known = {tuple(row[key] for key in SETTINGS) for row in known}
+    model, ranks = build_from(chosen)
+    device, first = where(model.device), ranks.rank == 0
+    known = rows_of(chosen.out, FIELDS, device["device"]) if chosen.out and first else []
+    known = ranks.agree({tuple(row[key] for key in SETTINGS) for row in known})
     for batch in batches:
         for context in contexts:
-            row = shape_of(model, chosen) | {"batch": batch, "context": context}
+            row = shape_of(model, ranks, chosen) | {"batch": batch, "context": context}
             if tuple(str(row[key]) for key in SETTINGS) in known:
                 continue
-            if time.perf_counter() - start > chosen.limit:
-                print(f"limit of {chosen.limit:.0f} s: run again to go on with batch {batch}, context {context:,}")
+            if ranks.agree(time.perf_counter() - begun > chosen.limit):
+                if first:
+                    print(f"limit of {chosen.limit:.0f} s: run again to go on with batch {batch}, context {context:,}")
                 return 0
             if chosen.profile:
                 _print_profile(model, batch, context)
-            row |= measure(model, batch, context, chosen.seconds) | device
+            row |= measure(model, batch, context, chosen.seconds, ranks) | device
+            if not first:
+                continue
             if chosen.out:
                 append(chosen.out, FIELDS, row)
             ratio = f"{float(row['step_us']) / float(row['floor_us']):.2f}x of the floor, " if row["floor_us"] else ""

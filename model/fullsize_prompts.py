@@ -105,13 +105,15 @@ def _sweep(chosen: argparse.Namespace) -> int:
     for field in ("new", "chunk", "repeats"):
         if getattr(chosen, field) < 1:
             raise ValueError(f"{field} is {getattr(chosen, field)}; accepted: a whole number from 1")
-    model = build_from(chosen)
+    model, ranks = build_from(chosen)
+    if ranks.number > 1:
+        raise ValueError(f"ranks is {ranks.number}; accepted: 1, for prompts")
     device = where(model.device)
     known = rows_of(chosen.out, FIELDS, device["device"]) if chosen.out else []
     known = {tuple(row[key] for key in SETTINGS) for row in known}
     for tokens in contexts:
         for kind, mode, kept, run in runs(model, tokens, chosen.new, chosen.chunk):
-            row = shape_of(model, chosen)
+            row = shape_of(model, ranks, chosen)
             row |= {"kind": kind, "mode": mode, "tokens": tokens, "kept": kept, "chunk": chosen.chunk}
             if tuple(str(row[key]) for key in SETTINGS) in known:
                 continue

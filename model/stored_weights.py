@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -254,6 +255,13 @@ class ExpertStack:
                 for columns in (width // NIBBLES, -(-width // BLOCK))
             )
             setattr(self, name, tuple(planes))
+
+    def part(self, experts: range) -> ExpertStack:
+        """A stack of its own with these experts."""
+        other = copy(self)
+        for name in self.MATRICES:
+            setattr(other, name, tuple(plane[experts.start : experts.stop].clone() for plane in getattr(self, name)))
+        return other
 
     def place(self, expert: int, matrix: str) -> tuple[Tensor, Tensor]:
         """Where the codes and scales of one expert's matrix lie."""
