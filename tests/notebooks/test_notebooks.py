@@ -1,0 +1,47 @@
+"""Every lesson runs from top to bottom, says what it said when it was committed, and defines nothing."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+execute = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(execute)
+LESSONS = execute.lessons()
+SECONDS = 120
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])
+def test_a_lesson_runs_and_prints_what_it_printed(path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    committed = nbformat.read(path, as_version=4)
+    assert not execute.definitions(committed)
+    assert not execute.differences(committed, execute.run(path))
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])
+def test_a_lesson_is_committed_executed_and_small(path):
+    committed = nbformat.read(path, as_version=4)
+    cells = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "restart and run all, then save"
+    assert path.stat().st_size < 600_000
+    for cell in committed.cells:
+        assert cell.cell_type != "markdown" or "](data:" not in cell.source, "no pictures inside Markdown cells"
+        for output in cell.get("outputs", ()):
+            assert output.output_type != "error"
+
+
+def test_a_changed_number_is_seen():
+    """The comparison fails where a number differs, and lets a time pass."""
+    cell = nbformat.v4.new_code_cell("print(890)")
+    other = nbformat.v4.new_code_cell("print(890)")
+    cell.outputs = [nbformat.v4.new_output("stream", text="890 bytes in 1.5 s\n")]
+    other.outputs = [nbformat.v4.new_output("stream", text="890 bytes in 2.5 s\n")]
+    one, two = (nbformat.v4.new_notebook(cells=[c]) for c in (cell, other))
+    assert not execute.differences(one, two)
+    other.outputs[0].text = "891 bytes in 2.5 s\n"
+    assert execute.differences(one, two)
