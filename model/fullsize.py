@@ -50,6 +50,7 @@ from model.parallel import Ranks, hold, start
 from model.quant import Codec
 from model.random_weights import spread
 from model.run_rows import append, rows_of, where
+from model.step_profile import by, kernels_of
 from model.stored_weights import ExpertStack, StoredEmbedding, StoredLinear, StoredWeight
 from model.tensor_table import TensorSpec, packed, stored, tensors
 from model.transformer import Transformer
@@ -65,6 +66,13 @@ FIELDS = (
 )
 SETTINGS = (*SHAPE, "batch", "context")
 """What makes a row the same measurement."""
+
+PROFILE_FIELDS = (
+    *(*SHAPE, "batch", "context", "part", "kernel", "us", "launches"),
+    *("device", "torch", "triton", "commit", "date"),
+)
+KERNEL_NAME = 80
+"""So many letters of a kernel's name are kept."""
 
 ALONE = Ranks()
 EXPERT = ".ffn.experts."
@@ -361,18 +369,16 @@ def measure(model: Transformer, batch: int, context: int, seconds: float, ranks:
     }
 
 
-def kernel_times_us(step: Callable[[], Tensor], steps: int = 3) -> dict[str, tuple[float, float]]:
-    """(microseconds, launches) of every kernel in one step on a GPU, the longest first; launches are not in it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as taken:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    rows = {row.key: (row.self_device_time_total / steps, row.count / steps) for row in taken.key_averages()}
-    return dict(sorted(rows.items(), key=lambda item: -item[1][0]))
+def profile_rows(model: Transformer, batch: int, context: int, steps: int = 3) -> list[dict[str, Any]]:
+    """What a step spends in every part of the model and in every kernel there, the longest part first."""
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    kernels = kernels_of(model, DecodeStep(model, filled_cache(model, batch, context - 1), ids), steps)
+    rows = []
+    for part in by("part", kernels):
+        for name, (us, launches) in by("name", (k for k in kernels if k.part == part), steps).items():
+            row = {"batch": batch, "context": context, "part": part, "kernel": name[:KERNEL_NAME]}
+            rows.append(row | {"us": f"{us:.2f}", "launches": f"{launches:.1f}"})
+    return rows
 
 
 # --- a model as the command line asks for it --------------------------------------------------------------------------
@@ -441,7 +447,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1", help="sequences a step: 1,8,32 (1)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement (1)")
     parser.add_argument("--limit", type=float, default=math.inf, help="start no measurement after so many seconds")
-    parser.add_argument("--profile", action="store_true", help="print the time of every kernel in a step, on a GPU")
+    parser.add_argument("--profile", type=Path, help="CSV file for the time of every kernel in a step, on a GPU")
     parser.add_argument("--out", type=Path, help="CSV file that rows are appended to; without it they are only printed")
     return parser.parse_args(arguments)
 
@@ -467,6 +473,9 @@ def _sweep(chosen: argparse.Namespace) -> int:
     device, first = where(model.device), ranks.rank == 0
     known = rows_of(chosen.out, FIELDS, device["device"]) if chosen.out and first else []
     known = ranks.agree({tuple(row[key] for key in SETTINGS) for row in known})
+    rows = rows_of(chosen.profile, PROFILE_FIELDS, device["device"]) if chosen.profile else []
+    shape = {key: str(value) for key, value in shape_of(model, ranks, chosen).items()}
+    profiled = {(int(row["batch"]), int(row["context"])) for row in rows if shape.items() <= row.items()}
     for batch in batches:
         for context in contexts:
             row = shape_of(model, ranks, chosen) | {"batch": batch, "context": context}
@@ -476,8 +485,8 @@ def _sweep(chosen: argparse.Namespace) -> int:
                 if first:
                     print(f"limit of {chosen.limit:.0f} s: run again to go on with batch {batch}, context {context:,}")
                 return 0
-            if chosen.profile:
-                _print_profile(model, batch, context)
+            if chosen.profile and (batch, context) not in profiled:
+                _profile(model, batch, context, shape_of(model, ranks, chosen), chosen.profile)
             row |= measure(model, batch, context, chosen.seconds, ranks) | device
             if not first:
                 continue
@@ -491,12 +500,16 @@ def _sweep(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _print_profile(model: Transformer, batch: int, context: int) -> None:
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
-    times = kernel_times_us(DecodeStep(model, filled_cache(model, batch, context - 1), ids))
-    print(f"batch {batch}, context {context:,}: {sum(t for t, _ in times.values()):.0f} us in kernels")
-    for name, (taken, launches) in list(times.items())[:24]:
-        print(f"  {taken:9.1f} us  {launches:6.0f} launches  {name[:80]}", flush=True)
+def _profile(model: Transformer, batch: int, context: int, shape: dict[str, Any], out: Path) -> None:
+    """Print the parts of a step, and append the rows of its kernels."""
+    rows = profile_rows(model, batch, context)
+    parts: dict[str, float] = {}
+    for row in rows:
+        parts[row["part"]] = parts.get(row["part"], 0.0) + float(row["us"])
+    append(out, PROFILE_FIELDS, *(shape | row | where(model.device) for row in rows))
+    print(f"batch {batch}, context {context:,}: {sum(parts.values()):.0f} us in kernels")
+    for part, us in parts.items():
+        print(f"  {us:9.1f} us  {part}", flush=True)
 
 
 if __name__ == "__main__":

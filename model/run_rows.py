@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -52,12 +53,13 @@ def rows_of(path: Path, fields: Sequence[str], device: str) -> list[dict[str, st
         return [row for row in rows if row["device"] == device]
 
 
-def append(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:
-    """One whole row at the end of the file, which is made where there is none."""
+def append(path: Path, fields: Sequence[str], *rows: Mapping[str, Any]) -> None:
+    """Whole rows at the end of the file, in one write; the file is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fields, lineterminator="\n")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows(rows)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+        file.write(text.getvalue())

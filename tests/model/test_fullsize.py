@@ -128,7 +128,7 @@ def fullsize_options(out):
         (["--contexts", "many"], "many"),
         (["--batches", "0"], "batches is 0; accepted: whole numbers from 1"),
         (["--experts", "1"], "num_experts_per_tok"),
-        (["--profile"], "profile needs a GPU"),
+        (["--profile", "rows.csv"], "profile needs a GPU"),
         (["--device", "cuda"], "finds no GPU"),
     ],
 )
