@@ -279,24 +279,20 @@ class DecodeStep:
 
 
 def times_us(
-    step: Callable[[], Tensor], device: torch.device, seconds: float = 1.0, number: int = 0
+    step: Callable[[], Tensor], device: torch.device, seconds: float = 1.0, number: int = 0, capture: bool = True
 ) -> tuple[list[float], str]:
-    """Times of single steps in microseconds, and how they were taken; a `number` of them where ranks must agree."""
+    """Times of single steps in microseconds, and how they were taken; a `number` of them where ranks must agree.
+
+    `capture`: as a CUDA graph where that can be.
+    """
     for _ in range(3):
         step()
     if device.type != "cuda":
         return list(_clock(step, seconds, number)), "clock"
     torch.cuda.synchronize()
-    call, method = step, "events"
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        call, method = graph.replay, "graph"
-        call()
-    except RuntimeError as error:
-        torch.cuda.synchronize()
-        print(f"no graph ({str(error).splitlines()[0][:100]}), timed by events", file=sys.stderr)
+    call, method = (_captured(step), "graph") if capture else (None, "")
+    if call is None:
+        call, method = step, "events"
     samples, until = [], time.perf_counter() + (0 if number else seconds)
     while len(samples) < (number or 10) or time.perf_counter() < until:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -306,6 +302,20 @@ def times_us(
         end.synchronize()
         samples.append(1e3 * start.elapsed_time(end))
     return samples, method
+
+
+def _captured(step: Callable[[], Tensor]) -> Callable[[], None] | None:
+    """The step as a CUDA graph; None, and a line that says why, where it cannot be one."""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        print(f"no graph ({str(error).splitlines()[0][:100]}), timed by events", file=sys.stderr)
+        return None
+    return graph.replay
 
 
 def _clock(step: Callable[[], Tensor], seconds: float, number: int) -> Iterator[float]:
@@ -369,10 +379,11 @@ def measure(model: Transformer, batch: int, context: int, seconds: float, ranks:
     }
 
 
-def profile_rows(model: Transformer, batch: int, context: int, steps: int = 3) -> list[dict[str, Any]]:
+def profile_rows(
+    model: torch.nn.Module, step: Callable[[], Tensor], batch: int, context: int, steps: int = 3
+) -> list[dict[str, Any]]:
     """What a step spends in every part of the model and in every kernel there, the longest part first."""
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
-    kernels = kernels_of(model, DecodeStep(model, filled_cache(model, batch, context - 1), ids), steps)
+    kernels = kernels_of(model, step, steps)
     rows = []
     for part in by("part", kernels):
         for name, (us, launches) in by("name", (k for k in kernels if k.part == part), steps).items():
@@ -502,7 +513,8 @@ def _sweep(chosen: argparse.Namespace) -> int:
 
 def _profile(model: Transformer, batch: int, context: int, shape: dict[str, Any], out: Path) -> None:
     """Print the parts of a step, and append the rows of its kernels."""
-    rows = profile_rows(model, batch, context)
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    rows = profile_rows(model, DecodeStep(model, filled_cache(model, batch, context - 1), ids), batch, context)
     parts: dict[str, float] = {}
     for row in rows:
         parts[row["part"]] = parts.get(row["part"], 0.0) + float(row["us"])
