@@ -70,6 +70,9 @@ class Drawing(NamedTuple):
         contents = {"svg": self.svg().encode(), "png": self.png(), "csv": self.csv().encode()}
         return {f"{self.name}.{kind}": data for kind, data in (contents | {"txt": f"{self.alt}\n".encode()}).items()}
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.alt}>"
+
     def _repr_svg_(self) -> str:
         return self.svg()
 

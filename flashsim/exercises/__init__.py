@@ -37,7 +37,7 @@ class Mistake:
     hint: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Exercise:
     """One question.
 
@@ -55,10 +55,12 @@ class Exercise:
     tolerance: float = 0.0
 
     def _repr_markdown_(self) -> str:
-        return f"**Exercise {self.id}.** {self.question} *Answer in {self.unit}.*"
+        return f"**Exercise {self.id}.** {self.question} *Unit: {self.unit}.*"
 
     def __str__(self) -> str:
-        return f"Exercise {self.id}. {self.question} Answer in {self.unit}."
+        return f"Exercise {self.id}. {self.question} Unit: {self.unit}."
+
+    __repr__ = __str__  # a notebook keeps it beside the Markdown: no hint, no reason
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def check(id: str, answer: Any = ...) -> Verdict:
     """
     asked = exercise(id)
     if answer is None or answer is ...:
-        return Verdict(False, f"Put your answer in {asked.unit} where the dots are.", answered=False)
+        return Verdict(False, f"Put your answer ({asked.unit}) where the dots are.", answered=False)
     expected = asked.answer()
     try:
         given = _like(answer, expected)
