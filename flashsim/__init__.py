@@ -10,6 +10,7 @@
 Standard library only. `flashsim.figures` needs matplotlib and `Report.to_pandas` pandas; both are imported when used.
 """
 
+from flashsim.budget import Constraints, Fleet, capacity, compare, search, variant
 from flashsim.claims import Claim, check_claims
 from flashsim.config import PRESETS, Config, load_config
 from flashsim.flops import WEIGHTS, crossing, decode_flops, prefill_flops, prefill_flops_per_token
@@ -31,14 +32,18 @@ __all__ = [
     "Claim",
     "Config",
     "ConfigError",
+    "Constraints",
     "ContextError",
+    "Fleet",
     "LayerPlan",
     "Layout",
     "LayoutError",
     "ParallelError",
     "Record",
     "Report",
+    "capacity",
     "check_claims",
+    "compare",
     "crossing",
     "decode_flops",
     "decode_read",
@@ -54,7 +59,9 @@ __all__ = [
     "persistent_cache",
     "prefill_flops",
     "prefill_flops_per_token",
+    "search",
     "token_history_bytes",
+    "variant",
 ]
 
 __version__ = "0.1.0"
