@@ -39,6 +39,13 @@ FEW = 4
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """[..., K, K] made nearly doubly stochastic. The first row step is a softmax; the last step is on columns."""
     streams = logits.shape[-1]
+    if logits.requires_grad:  # the same steps, none of them in place
+        m = torch.softmax(logits, dim=-1) + eps
+        m = m / (m.sum(dim=-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            m = m / (m.sum(dim=-1, keepdim=True) + eps)
+            m = m / (m.sum(dim=-2, keepdim=True) + eps)
+        return m
     if streams == 4 and logits.device.type == "cpu" and 0 < logits.numel() <= 16 * FEW and eps > 0:
         return _balance_four(torch.softmax(logits, dim=-1) + eps, iterations, eps)
     # A border of eps beside the matrix: then every sum is "+ eps" already, and a step is two small operations.
@@ -97,7 +104,8 @@ def coefficients(
 @cache
 def _kinds(streams: int, device: torch.device) -> Tensor:
     """Which of the three scales each coefficient has."""
-    return torch.tensor([0] * streams + [1] * streams + [2] * streams**2, device=device)
+    with torch.inference_mode(False):  # training may ask for it too
+        return torch.tensor([0] * streams + [1] * streams + [2] * streams**2, device=device)
 
 
 def collapse(h: Tensor, pre: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from model.attention.csa2 import Attention
 from model.backend import Backend, make_backend
 from model.cache import ROLLBACK, Cache
 from model.call import EXACT, InputError, LanguageModel, begin
+from model.differentiable import DifferentiableCache
 from model.engram import Engram
 from model.explain import Explanation, explain
 from model.layers import Embedding, Linear, RMSNorm, keep_small_copies, wide_dtype
@@ -150,8 +151,11 @@ class Transformer(LanguageModel):
         self.token_map = ids
 
     def new_cache(self, batch_size: int = 1, *, capacity: int = 0, rollback: int = ROLLBACK) -> Cache:
-        """An empty cache for this model. `capacity` makes room for so many tokens at once."""
-        return Cache(
+        """An empty cache for this model. `capacity` makes room for so many tokens at once.
+
+        In training (`train()`) it is one that gradients pass through, which stores numbers in place of records.
+        """
+        return (DifferentiableCache if self.training else Cache)(
             self.config,
             batch_size,
             capacity=capacity,
@@ -186,10 +190,10 @@ class Transformer(LanguageModel):
             MemoryError: more sequences or tokens than fit the memory that is free.
         """
         cache, step, ids = self._begin(ids, cache, lengths, images, whole=not last)
-        with torch.inference_mode():
+        with torch.inference_mode(not self.training):
             h, pre, _ = self._run(ids, step, cache, images, step.start)
             logits = self._logits(h, pre, step, last)
-        return logits.clone()  # an ordinary tensor again
+        return logits if self.training else logits.clone()  # an ordinary tensor again
 
     def prefill(
         self,
@@ -318,7 +322,9 @@ class Transformer(LanguageModel):
         images = None if images is None else images.to(self.device)
         cache.begin(step, ids, images)
         step.images = images
-        e = self.embed(ids).to(self.backend.arithmetic(self.dtype, self.device))
+        e = self.embed(ids)
+        if not self.training:
+            e = e.to(self.backend.arithmetic(self.dtype, self.device))
         h = e.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
         pre = torch.zeros(*h.shape[:3], dtype=wide_dtype(e.dtype), device=self.device)
         pre[..., 0] = 1
