@@ -128,6 +128,7 @@ class Transformer(LanguageModel):
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)
+        self.eval()  # packed records and no gradients, until train() is called
 
     @property
     def device(self) -> torch.device:
