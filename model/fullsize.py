@@ -12,6 +12,7 @@ which the real hash reaches modulo that number. A cache is filled with random re
 | `step_us` | median time of one decode step of the whole batch, p20 and p80 beside it |
 | `method` | `graph`: one step captured in a CUDA graph and replayed; `events`, `clock`: launched each time |
 | `counted_flops`, `formula_flops` | of one token: `model.flop_counter` over a real step, `flashsim.decode_flops` |
+| `..._weighted_flops` | the same, BF16 1, FP8 1/2, FP4 1/4, as in Figure 2 of the V4.1 report |
 | `read_bytes` | what a step must read: every weight that it uses and the cache, `step_floor` |
 | `floor_us` | the larger of those bytes and those FLOPs at the rates of `kernels.bench` |
 
@@ -27,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ import torch
 from torch import Tensor
 
 from flashsim.config import V41Config, load_config
-from flashsim.flops import decode_flops
+from flashsim.flops import FlopsReport, decode_flops
 from flashsim.formats import FP4, MXFP8
 from flashsim.reading import ConfigError
 from flashsim.traffic import decode_read
@@ -61,7 +63,8 @@ SHAPE = ("model", "layers", "experts", "tied", "engram_rows", "ranks", "backend"
 
 FIELDS = (
     *(*SHAPE, "batch", "context"),
-    *("step_us", "p20_us", "p80_us", "method", "counted_flops", "formula_flops", "read_bytes", "floor_us"),
+    *("step_us", "p20_us", "p80_us", "method", "counted_flops", "formula_flops"),
+    *("counted_weighted_flops", "formula_weighted_flops", "read_bytes", "floor_us"),
     *("cache_bytes", "peak_bytes", "device", "torch", "triton", "commit", "date"),
 )
 SETTINGS = (*SHAPE, "batch", "context")
@@ -346,6 +349,19 @@ def step_floor(config: V41Config, batch: int, context: int) -> tuple[int, float]
     return read, 1e6 * max(read / copied, flops / products["bf16"])
 
 
+def flops_of(counter: FlopCounter, formula: FlopsReport, batch: int) -> dict[str, Any]:
+    """Counted FLOPs of one token beside those of the formula, plain and weighted by the precision of the formula."""
+    plain, weighted = formula.by("component"), formula.weighted_by("component")
+    weights = {name: Fraction(weighted[name]) / plain[name] for name in plain if plain[name]}
+    counted = sum(flops * weights.get(name, 1) for name, flops in counter.flops.items())
+    return {
+        "counted_flops": sum(counter.flops.values()) // batch,
+        "formula_flops": formula.total(),
+        "counted_weighted_flops": round(counted / batch),
+        "formula_weighted_flops": round(formula.weighted_total()),
+    }
+
+
 def measure(model: Transformer, batch: int, context: int, seconds: float, ranks: Ranks = ALONE) -> dict[str, Any]:
     """A decode step of `batch` sequences that see `context` tokens each, the new one among them."""
     device, config = model.device, model.config
@@ -370,8 +386,7 @@ def measure(model: Transformer, batch: int, context: int, seconds: float, ranks:
         "p20_us": f"{p20:.1f}",
         "p80_us": f"{p80:.1f}",
         "method": method,
-        "counted_flops": sum(counter.flops.values()) // batch,
-        "formula_flops": decode_flops(config, context).total(),
+        **flops_of(counter, decode_flops(config, context), batch),
         "read_bytes": read,
         "floor_us": f"{floor:.1f}" if device.type == "cuda" else "",
         "cache_bytes": cache.nbytes(),

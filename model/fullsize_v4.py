@@ -26,7 +26,7 @@ from flashsim.kv_cache import kv_cache
 from flashsim.reading import ConfigError
 from flashsim.units import parse_context
 from model.flop_counter import FlopCounter
-from model.fullsize import FIELDS, PROFILE_FIELDS, SETTINGS, profile_rows, times_us
+from model.fullsize import FIELDS, PROFILE_FIELDS, SETTINGS, flops_of, profile_rows, times_us
 from model.memory import require
 from model.random_weights import spread
 from model.run_rows import append, rows_of, where
@@ -132,8 +132,7 @@ def measure(step: DecodeStep, context: int, seconds: float) -> dict[str, Any]:
         "p20_us": f"{p20:.1f}",
         "p80_us": f"{p80:.1f}",
         "method": method,
-        "counted_flops": sum(counter.flops.values()) // batch,
-        "formula_flops": decode_flops(model.config, context).total(),
+        **flops_of(counter, decode_flops(model.config, context), batch),
         "cache_bytes": kv_cache(model.config, context).total() * batch,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else "",
     }
