@@ -8,7 +8,9 @@ replays a bounded number of tokens. Earlier generations have no window: their wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +19,7 @@ from flashsim.formats import Layout
 from flashsim.formula import Number
 from flashsim.kv_cache import kv_cache, window_record
 from flashsim.report import Part, Report, Row, build
-from flashsim.schedule import layer_plan
+from flashsim.schedule import last_kv_source, layer_plan
 
 SNAPSHOTS_PER_REQUEST = 2
 """Window snapshots of one V4 request: the end of its input, the end of its output (V4.1 report 3.2.1)."""
@@ -155,3 +157,96 @@ def replay_tokens(config: CompressedConfig) -> dict[str, int]:
         )
     windowed = sum(1 for plan in layer_plan(config) if plan.window)
     return {"none": 0, "bounded": config.sliding_window, "exact": windowed * config.sliding_window}
+
+
+# --- which rows run again -------------------------------------------------------------------------------------------
+
+REPLAY_MODES = ("cold", "exact", "bounded")
+
+
+@dataclass(frozen=True)
+class ReplayRows:
+    """The rows of a prompt of `prompt` tokens, `prefix` of which were stored, that a replay runs.
+
+    The encoder half runs rows `encoder_start` to the end, the decoder half rows `decoder_start` to the end, each with
+    windows that begin there.
+    """
+
+    mode: str
+    prompt: int
+    prefix: int
+    encoder_start: int
+    decoder_start: int
+
+    @property
+    def replayed(self) -> int:
+        """Stored tokens whose rows run once more in the encoder half."""
+        return self.prefix - self.encoder_start
+
+    @property
+    def decoder_rows(self) -> int:
+        """Rows of the prompt that run in the decoder half."""
+        return self.prompt - self.decoder_start
+
+
+def tail_rows(config: V41Config, rollback: int = 0) -> int | None:
+    """Rows W + (R - 1)(W - 1) that make the decoder half exact for the last row; None without an encoder-decoder.
+
+    R are the layers after the one that ends the encoder half: the window of each needs W - 1 rows more of the layer
+    below. `rollback` more rows make it exact for each of so many last tokens. Source: V4.1 report 3.2.
+
+    >>> from flashsim.config import load_config
+    >>> tail_rows(load_config("v4.1-flash"))
+    2414
+    """
+    boundary = last_kv_source(config)
+    if boundary is None:
+        return None
+    after, window = config.num_hidden_layers - boundary - 1, config.sliding_window
+    return rollback + (window + (after - 1) * (window - 1) if after else 1)
+
+
+def replay_rows(config: V41Config, prompt: int, prefix: int, mode: str = "bounded", *, rollback: int = 0) -> ReplayRows:
+    """Which rows run when the global cache of the first `prefix` of `prompt` tokens was stored, the windows not.
+
+        cold:     every row, nothing stored is used
+        exact:    W - 1 rows for every layer: what the first of them lack is out of sight, the result is that of cold
+        bounded:  one window before the prefix ends, one window of the prompt in the decoder half
+
+    A replay starts at a multiple of every compression ratio, so that it begins with a group. An exact one is exact for
+    the prompt without its last `rollback` tokens as well. Source: V4.1 report 3.2.1, 3.2.2; `model.replay` runs it.
+
+    Raises:
+        ValueError: another mode or family, or numbers of tokens that do not fit.
+
+    >>> from flashsim.config import load_config
+    >>> rows = replay_rows(load_config("v4.1-flash"), 100_000, 99_000)
+    >>> rows.replayed, rows.decoder_rows
+    (128, 128)
+    >>> replay_rows(load_config("v4.1-flash"), 100_000, 99_000, "exact").replayed
+    4082
+    """
+    if not isinstance(config, V41Config):
+        raise ValueError(f"model_type is {config.model_type!r}; accepted: deepseek_v41, which replays windows")
+    if mode not in REPLAY_MODES:
+        raise ValueError(f"mode is {mode!r}; accepted: {', '.join(REPLAY_MODES)}")
+    for name, value, low in (("prompt", prompt, 1), ("prefix", prefix, 0), ("rollback", rollback, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} is {value!r}; accepted: a whole number from {low}")
+    if prefix > prompt:
+        raise ValueError(f"prefix is {prefix}; accepted: at most the prompt's {prompt} tokens")
+    window, layers, boundary = config.sliding_window, config.num_hidden_layers, last_kv_source(config)
+    ratios = {plan.compress_ratio for plan in layer_plan(config) if plan.owns_kv} or {1}
+    if mode == "cold":
+        start = 0
+    elif mode == "bounded":
+        start = prefix - window
+    else:
+        encoder, kept = layers if boundary is None else boundary, prompt - rollback
+        entries = min(prefix, kept) - max(ratios) + 1 - encoder * (window - 1)  # new ones and open groups are exact
+        start = min(entries, kept - 1 - layers * (window - 1))  # the windows and the last row are exact
+    step = math.lcm(*ratios)
+    start = max(start, 0) // step * step
+    tail = window if mode == "bounded" else tail_rows(config, rollback)
+    below = start if boundary is None else max(prompt - tail, start)
+    return ReplayRows(mode, prompt, prefix, start, below)

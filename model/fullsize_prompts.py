@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from flashsim.persistent import REPLAY_MODES
 from flashsim.reading import ConfigError
 from flashsim.units import parse_context
 from model.flop_counter import FlopCounter
 from model.fullsize import SHAPE, add_shape_options, build_from, filled_cache, shape_of
-from model.replay import MODES
 from model.run_rows import append, rows_of, where
 from model.transformer import Transformer
 
@@ -50,7 +50,7 @@ def runs(model: Transformer, tokens: int, new: int, chunk: int) -> Iterator[tupl
         before.tokens[:, : tokens - new] = ids[:, : tokens - new]
         stored = before.prefix(tokens - new)
         del before
-        for mode in MODES:
+        for mode in REPLAY_MODES:
             yield "replay", mode, tokens - new, lambda mode=mode: model.replay(ids, stored, mode, chunk=chunk)
 
 

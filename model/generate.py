@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
+from flashsim.persistent import REPLAY_MODES
 from flashsim.reading import ConfigError
 from flashsim.units import number_of_bytes
 from model.backend import BackendError
 from model.cache import Cache, CacheError
 from model.chat import EFFORTS, ChatError, render
 from model.loading import load
-from model.replay import MODES, ReplayError
+from model.replay import ReplayError
 from model.safetensors_file import CheckpointError
 from model.tokenizer import TextStream, TokenizerError, check_ids, encode
 from model.transformer import EXACT, InputError, Transformer
@@ -312,7 +313,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--tail", help="prompt rows in the decoder half: exact (default), all, or a number")
     how.add_argument("--chunk", type=int, default=CHUNK, metavar="N", help="prompt tokens at a time")
     how.add_argument("--prefix", type=int, metavar="P", help="treat the first P prompt tokens as a prefix hit")
-    how.add_argument("--replay", choices=MODES, help="how windows are made again after a prefix hit; default exact")
+    how.add_argument(
+        "--replay", choices=REPLAY_MODES, help="how windows are made again after a prefix hit; default exact"
+    )
     how.add_argument("--json", action="store_true", help="print one JSON object at the end and no stream")
     return parser
 

@@ -16,18 +16,16 @@ Source: V4.1 architecture 13.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from flashsim.persistent import REPLAY_MODES, replay_rows
 from model.cache import Cache, CacheError
 
 if TYPE_CHECKING:
     from model.transformer import Transformer
-
-MODES = ("cold", "exact", "bounded")
 
 
 class ReplayError(ValueError):
@@ -61,32 +59,6 @@ class Replay:
         return text if self.difference is None else f"{text}, logits differ by {self.difference:.3g}"
 
 
-def first_row(model: Transformer, prefix: int, prompt: int, mode: str, rollback: int = 0) -> int:
-    """The position at which a replay starts: a multiple of every compression ratio, so that it begins with a group.
-
-    An exact one is exact for the prompt without its last `rollback` tokens as well.
-
-    Raises:
-        ReplayError: another mode.
-    """
-    if mode not in MODES:
-        raise ReplayError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
-    if mode == "cold":
-        return 0
-    config = model.config
-    window, layers = config.sliding_window, config.num_hidden_layers
-    ratios = {plan.compress_ratio for plan in model.plans if plan.owns_kv} or {1}
-    if mode == "bounded":
-        start = prefix - window
-    else:
-        encoder = layers if model.boundary is None else model.boundary
-        prompt -= rollback
-        entries = min(prefix, prompt) - max(ratios) + 1 - encoder * (window - 1)  # new ones and open groups are exact
-        start = min(entries, prompt - 1 - layers * (window - 1))  # the windows and the last row are exact
-    step = math.lcm(*ratios)
-    return max(start, 0) // step * step
-
-
 def replay(
     model: Transformer, ids: Tensor, stored: Cache, mode: str = "bounded", *, chunk: int | None = None
 ) -> Replay:
@@ -103,25 +75,25 @@ def replay(
     same = stored.tokens[0, :prefix] == ids[0, :prefix].to(stored.tokens.device)
     if not bool(same.all()):
         raise ReplayError(f"the prompt differs from the stored tokens at position {int(same.long().argmin())}")
-    start = first_row(model, prefix, prompt, mode, stored.rollback)
+    if mode not in REPLAY_MODES:
+        raise ReplayError(f"mode is {mode!r}; accepted: {', '.join(REPLAY_MODES)}")
+    rows = replay_rows(model.config, prompt, prefix, mode, rollback=stored.rollback)
     if mode == "cold":
-        cache = model.new_cache(1, capacity=prompt)
+        cache = model.new_cache(1, capacity=prompt, rollback=stored.rollback)
     else:
         cache = stored.fork()
-        cache.rewind(start)
+        cache.rewind(rows.encoder_start)
     tail = model.config.sliding_window if mode == "bounded" else "exact"
-    logits = model.prefill(ids[:, start:], cache, tail=tail, chunk=chunk)
-    decoder = model.tail_rows(cache.rollback) if tail == "exact" else tail
-    rows = prompt - start
+    logits = model.prefill(ids[:, rows.encoder_start :], cache, tail=tail, chunk=chunk)
     return Replay(
         mode=mode,
         logits=logits,
         cache=cache,
         prompt_tokens=prompt,
         prefix_tokens=prefix,
-        skipped_rows=start,
-        encoder_rows=prefix - start,
-        decoder_rows=rows if decoder is None else min(decoder, rows),
+        skipped_rows=rows.encoder_start,
+        encoder_rows=rows.replayed,
+        decoder_rows=rows.decoder_rows,
     )
 
 
@@ -136,6 +108,6 @@ def compare(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None =
     before = model.new_cache(1)
     model.prefill(ids[:, :prefix], before, tail="exact", chunk=chunk)
     stored = before.prefix(prefix)
-    results = [replay(model, ids, stored, mode, chunk=chunk) for mode in MODES]
+    results = [replay(model, ids, stored, mode, chunk=chunk) for mode in REPLAY_MODES]
     cold = results[0].logits
     return [Replay(**{**vars(result), "difference": float((result.logits - cold).abs().max())}) for result in results]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flashsim.config import V41Config, load_config
 from flashsim.formats import LayoutError
 from flashsim.kv_cache import index_record, main_record, window_record
+from flashsim.persistent import tail_rows
 from flashsim.reading import ConfigError
 from flashsim.schedule import LayerPlan, last_kv_source, layer_plan
 from model.attention.csa2 import Attention
@@ -282,10 +283,7 @@ class Transformer(LanguageModel):
 
         With `rollback` more, it is exact for each of so many last tokens.
         """
-        if self.boundary is None:
-            return None
-        after, window = self.config.num_hidden_layers - self.boundary - 1, self.config.sliding_window
-        return rollback + (window + (after - 1) * (window - 1) if after else 1)
+        return tail_rows(self.config, rollback)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

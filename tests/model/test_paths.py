@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from flashsim.persistent import replay_rows
+from flashsim.pictures.replay import replay_map
 from model.replay import ReplayError, compare, replay
 from model.transformer import InputError
 
@@ -175,6 +177,33 @@ def test_replays(tiny, ids, prefix, prompt, chunk):
         assert 8 <= bounded.encoder_rows <= 9  # one window, from the start of a group
     assert bounded.decoder_rows == 8
     assert "logits differ by" in str(bounded)
+
+
+@pytest.mark.parametrize(("prefix", "prompt"), [(40, 60), (101, 160), (120, 120)])
+@pytest.mark.parametrize("mode", ["cold", "exact", "bounded"])
+def test_the_map_of_a_replay_is_true(tiny, ids, mode, prefix, prompt):
+    """Rows that the map calls exact are those of a full forward in every layer; the first cut row is not."""
+    outputs = {layer: [] for layer in range(8)}
+    hooks = [
+        layer.ffn.register_forward_hook(lambda m, a, o, i=i: outputs[i].append(o[0].clone()))
+        for i, layer in enumerate(tiny.layers)
+    ]
+    tiny(ids[:1, :prompt])
+    stored = tiny.new_cache(1)
+    tiny.prefill(ids[:1, :prefix], stored)
+    replay(tiny, ids[:1, :prompt], stored.prefix(prefix), mode)
+    for hook in hooks:
+        hook.remove()
+    for layer in replay_map(tiny.config, replay_rows(tiny.config, prompt, prefix, mode, rollback=stored.rollback)):
+        full, _, made = outputs[layer.layer]
+        assert layer.rows() == len(made)
+        error = (full[prompt - len(made) :] - made).abs().amax(dim=-1)
+        for span in layer.spans:
+            part = error[span.low - prompt + len(made) : span.high - prompt + len(made)]
+            if span.state == "exact":
+                assert part.max() < SAME
+            elif span.state == "cut":
+                assert part[0] > 1e-6
 
 
 def test_an_exact_replay_can_be_continued(tiny, ids):
