@@ -70,12 +70,11 @@ def heatmap(
     )
     colours.set_bad("#EEEEEE")
     image = ax.imshow(grid, cmap=colours, vmin=low, vmax=high if high > low else low + 1, aspect="auto")
-    ax.set_xticks(range(width) if columns else [], columns or [])
-    ax.set_yticks(range(height) if rows else [], rows or [])
-    if not columns and width > 1:
-        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, integer=True))
-    if not rows and height > 1:
-        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, integer=True))
+    for axis, names, length in ((ax.xaxis, columns, width), (ax.yaxis, rows, height)):
+        if names or length == 1:
+            axis.set_ticks(range(length) if names else [], names or [])
+        else:
+            axis.set_major_locator(matplotlib.ticker.MaxNLocator(8, integer=True))
     ax.set(xlabel=column_name, ylabel=row_name)
     ax.tick_params(length=0)
     if numbers is not None:
