@@ -49,6 +49,7 @@ def heatmap(
     name: str = "heatmap",
     size: tuple[float, float] | None = None,
     diverging: bool = False,
+    colour_bar: bool = True,
 ) -> Drawing:
     """A matrix as colours, its numbers in the format `numbers`, frames around the cells (row, column) of `marks`.
 
@@ -84,7 +85,7 @@ def heatmap(
                     red, green, blue, _ = image.cmap(image.norm(value))
                     ink = INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
                     ax.text(j, i, format(value, numbers), ha="center", va="center", fontsize=8, color=ink)
-    else:
+    elif colour_bar:
         figure.colorbar(image, ax=ax, shrink=0.8)
     for i, j in marks:
         box = matplotlib.patches.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=MORE, linewidth=2)
