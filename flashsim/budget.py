@@ -211,7 +211,7 @@ def capacity(config: Config | str, fleet: Fleet, context_mix: Mapping[Any, Any] 
         for tier, size in report.by("tier").items():
             tiers[tier] = tiers.get(tier, 0) + int(size) * counts[n]
     flops = sum(share * decode_flops(config, n).weighted_total() for n, share in mix.items())
-    needed = sum(sizes[n] * count for n, count in _shares(1, mix).items())
+    needed = sum(sizes[n] * count for n, count in _shares(1, mix, sizes).items())
     if free < 0:
         limit = f"weights: they take {number_of_bytes(weights)} of {number_of_bytes(memory)} on each GPU"
     elif not any(counts.values()):
@@ -237,25 +237,30 @@ def _mix(context_mix: Mapping[Any, Any] | int | str) -> dict[int, Fraction]:
     return {n: share / total for n, share in mix.items()}
 
 
-def _shares(number: int, mix: Mapping[int, Fraction]) -> dict[int, int]:
-    """So many sequences in the shares of the mix: whole parts first, then the largest remainders."""
-    counts = {n: int(number * share) for n, share in mix.items()}
-    rest = sorted(mix, key=lambda n: (counts[n] - number * mix[n], n))
-    for n in rest[: number - sum(counts.values())]:
-        counts[n] += 1
-    return counts
+def _shares(number: int, mix: Mapping[int, Fraction], sizes: Mapping[int, int]) -> dict[int, int]:
+    """So many sequences in the shares of the mix, each count less than one away from its share.
+
+    The largest sequences come first and sums are rounded, not counts: of so many sequences and of one more, the second
+    has at least as many of each size or larger, so its bytes are more.
+    """
+    counts, share, before = {}, Fraction(0), 0
+    for n in sorted(mix, key=lambda n: (-sizes[n], n)):
+        share += mix[n]
+        so_far = int(number * share + Fraction(1, 2))
+        counts[n], before = so_far - before, so_far
+    return {n: counts[n] for n in mix}
 
 
 def _counts(sizes: Mapping[int, int], mix: Mapping[int, Fraction], free: int) -> dict[int, int]:
-    """The most sequences of the mix whose bytes are at most `free`."""
-    mean = sum(sizes[n] * share for n, share in mix.items())
-    number = int(free / mean) + len(mix)
-    while number:
-        counts = _shares(number, mix)
-        if sum(sizes[n] * count for n, count in counts.items()) <= free:
-            return counts
-        number -= 1
-    return dict.fromkeys(mix, 0)
+    """The most sequences of the mix whose bytes are at most `free`, halving the range that can hold their number."""
+    fits, too_many = 0, free // min(sizes.values()) + 1
+    while too_many - fits > 1:
+        number = (fits + too_many) // 2
+        if sum(sizes[n] * count for n, count in _shares(number, mix, sizes).items()) <= free:
+            fits = number
+        else:
+            too_many = number
+    return _shares(fits, mix, sizes)
 
 
 # --- other models -----------------------------------------------------------------------------------------------------
@@ -387,6 +392,14 @@ class Search:
     points: tuple[Point, ...]
     front: tuple[Point, ...]
     tried: int
+    constraints: Constraints
+
+    @property
+    def unchanged(self) -> Point | None:
+        """The point that is the base config itself in its released formats; None where it is not within the budget."""
+        base = load_config(self.constraints.base)
+        size = kv_bytes_per_token(base)
+        return next((p for p in self.points if p.config == base and p.stored_bytes == size), None)
 
 
 OBJECTIVES = {"stored_bytes": 1, "decode_flops": 1, "window_bytes": 1, "kept_numbers": -1}
@@ -419,9 +432,10 @@ def search(
     for name in objectives:
         if name not in OBJECTIVES:
             raise ConfigError("objectives", name, ", ".join(OBJECTIVES))
-    every = list(_points(constraints or Constraints()))
+    constraints = constraints or Constraints()
+    every = list(_points(constraints))
     within = tuple(point for point in every if point.stored_bytes <= budget)
-    return Search(budget, within, pareto(within, objectives), len(every))
+    return Search(budget, within, pareto(within, objectives), len(every), constraints)
 
 
 def _points(constraints: Constraints) -> Iterator[Point]:

@@ -1,11 +1,13 @@
 """Capacity worked out by hand, fronts checked pair by pair, and one sentence for what cannot be."""
 
+import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashsim import budget
 from flashsim.budget import (
     OBJECTIVES,
     Constraints,
@@ -96,6 +98,35 @@ def test_more_memory_never_holds_less(memory_gb, shares, weights):
     assert sum(some.tier_bytes.values()) <= some.free_bytes
     for n, count in some.by_context.items():
         assert abs(count - some.per_replica * some.mix[n]) < 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "free"),
+    [((1, 1000), (999, 1), 400), ((1, 1000), (999, 1), 1500), ((3, 7, 50), (5, 3, 1), 999), ((9, 9), (1, 1), 100)],
+)
+def test_the_most_that_fit_against_trying_every_number(sizes, shares, free):
+    """Rounded by hand: of the largest, of the two largest, ... together, half up."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+
+    def counts(number):
+        sums = [0]
+        for j in range(len(order)):
+            part = sum(shares[i] for i in order[: j + 1])
+            sums.append((2 * number * part + sum(shares)) // (2 * sum(shares)))
+        return {i: sums[j + 1] - sums[j] for j, i in enumerate(order)}
+
+    fitting = [n for n in range(free + 2) if sum(sizes[i] * c for i, c in counts(n).items()) <= free]
+    assert fitting == list(range(len(fitting)))
+    mix = {i: Fraction(share, sum(shares)) for i, share in enumerate(shares)}
+    found = budget._counts(dict(enumerate(sizes)), mix, free)
+    assert found == counts(fitting[-1]) and sum(found.values()) == fitting[-1]
+
+
+def test_a_rare_long_sequence_costs_no_time():
+    start = time.perf_counter()
+    fit = capacity("v1", Fleet("h200-sxm", 8, 8), {1: 1, 10**9: 1e-9})
+    assert fit.by_context[10**9] == 0 and fit.by_context[1] > 10**6
+    assert time.perf_counter() - start < 1
 
 
 def test_what_does_not_fit_says_so():
@@ -195,3 +226,10 @@ def test_compare_every_release():
     assert [row["stored_bytes_per_token"] for row in rows] == [kv_bytes_per_token(load_config(n)) for n in PRESETS]
     by_name = {row["model"]: row["sequences"] for row in rows}
     assert by_name["v4.1-flash"] > by_name["v4-flash"] > by_name["v3.2"]
+
+
+def test_the_unchanged_config_is_a_point_where_the_budget_allows():
+    found = search(890)
+    assert found.unchanged in found.points and found.unchanged.stored_bytes == 890
+    assert found.unchanged.config == load_config("v4.1-flash")
+    assert search(889).unchanged is None
