@@ -24,6 +24,7 @@ from flashsim.flops import decode_flops
 from flashsim.formats import Layout, LayoutError
 from flashsim.hardware import device
 from flashsim.kv_cache import ParallelError, kv_bytes_per_token, kv_cache
+from flashsim.live import box, sentence, svg, text
 from flashsim.reading import ConfigError
 from flashsim.units import ContextError, number, parse_context
 
@@ -177,11 +178,47 @@ def model_of(source: Any) -> Config:
     return load_config(source)
 
 
+def model_text(source: Any) -> str:
+    """The fields of a model as the text of a config.json; where it is none, what was given, to be corrected."""
+    try:
+        return json.dumps(model_of(source).to_dict(), indent=2)
+    except ConfigError:
+        return str(source)
+
+
+MECHANISMS = ("encoder_owners", "decoder_owners", "encoder_ratio", "decoder_ratio", "window")
+"""The settings that change the schedule of a config."""
+
+
+def mechanisms(config: Config) -> dict[str, tuple[int, int, int]]:
+    """The settings of `MECHANISMS` that this config has: least, most, and its own value.
+
+    A half whose layers have several ratios has none of its own, and one that was never there cannot be turned.
+
+    >>> mechanisms(load_config("v4.1-flash"))["encoder_owners"]
+    (1, 18, 3)
+    """
+    if not isinstance(config, CompressedConfig):
+        return {}
+    found = {"window": (1, max(1024, 2 * config.sliding_window), config.sliding_window)}
+    if not isinstance(config, V41Config) or not config.kv_source_layer_ids:
+        return found
+    boundary = max(config.kv_source_layer_ids)
+    for half, inside in (("encoder", lambda i: i < boundary), ("decoder", lambda i: i >= boundary)):
+        layers = [i for i, ratio in enumerate(config.compress_ratios) if ratio and inside(i)]
+        ratios = {config.compress_ratios[i] for i in layers}
+        if layers:
+            found[f"{half}_owners"] = (1, len(layers), sum(map(inside, config.kv_source_layer_ids)))
+        if len(ratios) == 1:
+            found[f"{half}_ratio"] = (1, 2**20, *ratios)
+    return found
+
+
 def _varied(config: Config, asked: Settings, notes: list[str]) -> Config:
     """The config with what was turned; a note for what it has no place for."""
     schedule = {name: getattr(asked, name) for name in ("encoder_owners", "encoder_ratio", "decoder_ratio")}
     schedule["decoder_owners"] = asked.decoder_owners
-    if isinstance(config, V41Config):
+    if isinstance(config, V41Config) and config.kv_source_layer_ids:
         if not asked.encoder_decoder:
             boundary = max(config.kv_source_layer_ids)
             schedule["decoder_owners"] = sum(bool(r) for r in config.compress_ratios[boundary:])
@@ -210,7 +247,7 @@ def _waterfall(base: Config, config: Config, layout: Layout) -> tuple[Bar, ...]:
     """Bytes a token, one mechanism at a time, for V4.1 configs, whose halves are those of `base`; elsewhere what each
     component adds.
     """
-    if not isinstance(config, V41Config):
+    if not isinstance(config, V41Config) or not config.kv_source_layer_ids:
         total, bars = Fraction(0), []
         parts = kv_cache(config, 2**20, layout=layout).where(tier="global").by("component")
         whole = sum(parts.values())
@@ -263,9 +300,9 @@ def table_html(view: View) -> str:
 def waterfall_svg(view: View, width: int = 660) -> str:
     """The waterfall as SVG with its numbers and words for who does not see it; an error is one line."""
     if view.error:
-        return f"<p role='alert' style='color:{MORE};max-width:{width}px'>{html.escape(view.error)}</p>"
+        return sentence(view.error)
     line, label, room = 26, 210, 110
-    top = max(max(bar.before, bar.after) for bar in view.waterfall) or 1
+    top = max((max(bar.before, bar.after) for bar in view.waterfall), default=0) or 1
     scale = Fraction(width - label - room) / top
     rows = [(bar.label, bar.before, bar.after) for bar in view.waterfall]
     rows.append(("stored by a token", Fraction(0), view.per_token_bytes))
@@ -275,23 +312,68 @@ def waterfall_svg(view: View, width: int = 660) -> str:
         colour = LESS if after < before else PALE if i in (0, len(rows) - 1) else MORE
         y, x, size = 6 + line * i, label + float(low * scale), max(float((high - low) * scale), 1.0)
         change = after - before
-        text = (
+        shown = (
             number(after) if i in (0, len(rows) - 1) else f"{'+' if change > 0 else '−' * (change < 0)}{_short(change)}"
         )
-        stroke = f" stroke='{MUTED}'" if colour == PALE else ""
-        parts.append(
-            f"<text x='{label - 8}' y='{y + 14}' text-anchor='end'>{html.escape(name)}</text>"
-            f"<rect x='{x:.1f}' y='{y}' width='{size:.1f}' height='{line - 8}' fill='{colour}'{stroke}/>"
-            f"<text x='{x + size + 6:.1f}' y='{y + 14}'>{text}</text>"
-        )
+        stroke = {"stroke": MUTED} if colour == PALE else {}
+        parts.append(text(label - 8, y + 14, name, "end"))
+        parts.append(box(x, y, size, line - 8, colour, **stroke))
+        parts.append(text(x + size + 6, y + 14, shown))
         words.append(f"{name}: {number(after)}")
     height = line * len(rows) + 12
     title = f"{view.config.name}: {number(view.per_token_bytes)} bytes a token"
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' role='img' width='{width}' height='{height}' "
-        f"viewBox='0 0 {width} {height}' font-family='sans-serif' font-size='12' fill='{INK}'>"
-        f"<title>{html.escape(title)}</title><desc>{html.escape('. '.join(words))}</desc>{''.join(parts)}</svg>"
-    )
+    return svg(width, height, title, ". ".join(words), "".join(parts))
+
+
+TIER_COLOURS = {"global": LESS, "window": "#E69F00", "state": "#CC79A7"}
+
+
+def memory_svg(view: View, width: int = 660) -> str:
+    """Two bars as SVG: one sequence by tier, and one GPU with the sequences asked for; nothing for an error."""
+    if view.error:
+        return ""
+    asked, fit = view.settings, view.capacity
+    per_gpu = -(-asked.sequences // fit.fleet.replicas) * sum(fit.sequence_bytes.values())
+    memory = fit.fleet.device.memory_bytes
+    kept = memory - int(memory * (1 - Fraction(fit.fleet.kept_free)))
+    free = max(memory - kept - fit.weights_bytes - per_gpu, 0)
+    sequence = [(tier, size, TIER_COLOURS[tier]) for tier, size in view.tier_bytes.items()]
+    gpu = [("weights", fit.weights_bytes, MUTED), ("caches", per_gpu, LESS), ("kept free", kept, PALE)]
+    gpu.append(("free", free, "white"))
+    parts, words, y = [], [], 4
+    for name, pieces in (("one sequence", sequence), ("one GPU", gpu)):
+        whole = sum(size for _, size, _ in pieces) or 1
+        x, said = 110.0, []
+        parts.append(text(102, y + 15, name, "end"))
+        for piece, size, colour in pieces:
+            wide = float(Fraction((width - 120) * size, whole))
+            parts.append(box(x, y, wide, 20, colour, stroke=MUTED, stroke_width="0.5"))
+            x += wide
+            said.append(f"{piece} {_gb(size)}")
+        if name == "one GPU" and whole > memory:
+            end = 110 + float(Fraction((width - 120) * memory, whole))
+            parts.append(
+                f"<line x1='{end:.1f}' x2='{end:.1f}' y1='{y - 3}' y2='{y + 23}' stroke='{MORE}' stroke-width='3'/>"
+            )
+            said.append(f"more than its {_gb(memory)}, the orange line")
+        x = 110.0
+        for piece, size, colour in pieces:
+            if size:
+                label = f"{piece} {_gb(size)}"
+                parts.append(box(x, y + 26, 10, 10, colour, stroke=MUTED, stroke_width="0.5"))
+                parts.append(text(x + 14, y + 35, label, fill=MUTED, font_size="11"))
+                x += 26 + 6.2 * len(label)
+        words.append(f"{name}: {', '.join(said)}")
+        y += 50
+    return svg(width, y, "One sequence and one GPU", ". ".join(words), "".join(parts))
+
+
+def _gb(size: int) -> str:
+    """Bytes in three digits."""
+    for power, unit in ((15, "PB"), (12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**power:
+            return f"{float(Fraction(size, 10**power)):.3g} {unit}"
+    return f"{size} bytes"
 
 
 def _short(value: int | Fraction) -> str:
@@ -319,4 +401,4 @@ def headline(view: View) -> str:
 
 def page(view: View) -> str:
     """Everything as one piece of static HTML, where no kernel runs."""
-    return f"{headline(view)}{waterfall_svg(view)}{'' if view.error else table_html(view)}"
+    return f"{headline(view)}{waterfall_svg(view)}{memory_svg(view)}{'' if view.error else table_html(view)}"
