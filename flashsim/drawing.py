@@ -74,7 +74,8 @@ class Drawing(NamedTuple):
         return f"<{type(self).__name__} {self.name}: {self.alt}>"
 
     def _repr_svg_(self) -> str:
-        return self.svg()
+        """The SVG on one line: a notebook keeps each line as a string of its own, half as much again."""
+        return " ".join(line.strip() for line in self.svg().splitlines())
 
 
 # --- one style ------------------------------------------------------------------------------------------------------

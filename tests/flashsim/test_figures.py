@@ -109,6 +109,10 @@ def test_figure_1b_with_derived_generations():
     assert drawing.rows[3]["smaller_than_previous_factor"] == Fraction(389120, 48068)  # V3.2 against V1, not V3
     assert "V2 69,120 bytes per token (derived)" in drawing.alt
     assert drawing._repr_svg_().startswith("<?xml")
+    assert "\n" not in drawing._repr_svg_()
+    shown, written = (ElementTree.fromstring(text) for text in (drawing._repr_svg_(), drawing.svg()))
+    assert [e.tag for e in shown.iter()] == [e.tag for e in written.iter()]
+    assert shown.find(f"{SVG}desc").text == drawing.alt
 
 
 def test_figure_2_numbers(drawn):
