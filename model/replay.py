@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from flashsim.persistent import REPLAY_MODES, replay_rows
@@ -97,8 +98,8 @@ def replay(
     )
 
 
-def compare(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None = None) -> list[Replay]:
-    """All three modes for a prompt ids [1, N] whose first `prefix` tokens were run before, each with its difference.
+def keep(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None = None) -> Cache:
+    """What a service keeps of the first `prefix` tokens of a prompt ids [1, N]: entries, index keys, token ids.
 
     Raises:
         CacheError: `prefix` is not 1 to N.
@@ -107,7 +108,39 @@ def compare(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None =
         raise CacheError(f"prefix of {prefix} tokens; accepted: 1 to {ids.shape[1]}")
     before = model.new_cache(1)
     model.prefill(ids[:, :prefix], before, tail="exact", chunk=chunk)
-    stored = before.prefix(prefix)
+    return before.prefix(prefix)
+
+
+def compare(model: Transformer, ids: Tensor, prefix: int, *, chunk: int | None = None) -> list[Replay]:
+    """All three modes for a prompt ids [1, N] whose first `prefix` tokens were run before, each with its difference.
+
+    Raises:
+        CacheError: `prefix` is not 1 to N.
+    """
+    stored = keep(model, ids, prefix, chunk=chunk)
     results = [replay(model, ids, stored, mode, chunk=chunk) for mode in REPLAY_MODES]
     cold = results[0].logits
     return [Replay(**{**vars(result), "difference": float((result.logits - cold).abs().max())}) for result in results]
+
+
+def row_differences(model: Transformer, ids: Tensor, stored: Cache, mode: str = "bounded") -> Tensor:
+    """[layers, N] largest difference of each row's feed-forward output from a full forward; NaN where no row ran.
+
+    Raises:
+        ReplayError: as `replay`.
+    """
+    outputs: list[list[Tensor]] = [[] for _ in model.layers]
+    hooks = [
+        layer.ffn.register_forward_hook(lambda module, args, output, made=made: made.append(output[0].clone()))
+        for layer, made in zip(model.layers, outputs, strict=True)
+    ]
+    try:
+        model(ids)
+        replay(model, ids, stored, mode)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    result = torch.full((len(outputs), ids.shape[1]), torch.nan, dtype=outputs[0][0].dtype)
+    for row, (full, made) in zip(result, outputs, strict=True):
+        row[len(row) - len(made) :] = (full[len(full) - len(made) :] - made).abs().amax(dim=-1)
+    return result

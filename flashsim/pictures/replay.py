@@ -170,6 +170,17 @@ def replay(
     return Drawing(name, title, figure, alt, table)
 
 
+def ring_positions(size: int, tokens: int) -> list[int | None]:
+    """Which position each slot of a ring of `size` rows holds after so many tokens: p lies in slot p mod size.
+
+    >>> ring_positions(4, 6)
+    [4, 5, 2, 3]
+    """
+    newest = tokens - 1
+    held = (newest - (newest - slot) % size for slot in range(size))
+    return [position if position >= 0 else None for position in held]
+
+
 def window_marks(window: int, queries: Sequence[int], first: int, start: int = 0) -> list[list[float]]:
     """Queries against positions from `first` on: 1 where a query's window reads a row, 0.35 where that row did not run.
 
