@@ -38,6 +38,9 @@ def run(path: Path) -> nbformat.NotebookNode:
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", ()):
+            if svg := output.get("data", {}).get("image/svg+xml"):  # one line: half of a picture's file was line ends
+                output.data["image/svg+xml"] = re.sub(r"\s*\n\s*", " ", svg)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return notebook
 

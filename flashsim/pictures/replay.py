@@ -24,7 +24,7 @@ STATES = {
     "entry": "may read an entry that such a row wrote",
 }
 """What can be said of a row behind a layer; the first three follow from windows, the last from selected entries."""
-_LOOKS = {"not run": (PALE, ""), "exact": (LESS, ""), "cut": (MORE, "//"), "entry": ("#F0C8A0", "..")}
+_LOOKS = {"not run": (PALE, ""), "exact": (LESS, ""), "cut": (MORE, "//"), "entry": ("#F0C8A0", "\\\\")}
 
 
 class Span(NamedTuple):
@@ -128,11 +128,12 @@ def replay(
     figure, ax = new_figure(8.5, max(3.2, min(7.5, 0.17 * len(layers) + 2.2)), title)
     for layer in layers:
         for state, low, high in layer.spans:
-            if high > first:
+            if high > first and state != "not run":  # that is the ground
                 colour, hatch = _LOOKS[state]
                 left = max(low, first)
                 box = (left - 0.5, layer.layer - 0.42), high - left, 0.84
                 ax.add_patch(Rectangle(*box, facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0))
+    ax.set_facecolor(_LOOKS["not run"][0])
     ax.set(xlim=(first - 0.5, prompt - 0.5), ylim=(len(layers) - 0.4, -0.6), xlabel=f"position\n{note}", ylabel="layer")
     owners = [layer.layer for layer in layers if layer.stored_bytes]
     if len(layers) <= 12:
@@ -204,17 +205,19 @@ def windows(window: int, queries: Sequence[int], *, start: int = 0, name: str = 
     title = f"Windows of {window} positions" + (f", rows from {start} on" if start else "")
     figure, ax = new_figure(max(5.0, 0.32 * len(grid[0]) + 1.8), 0.34 * len(grid) + 2.0, title)
     for i, marks in enumerate(grid):
-        for j, mark in enumerate(marks):
-            colour, hatch = (LESS, "") if mark == 1 else (MORE, "//") if mark else ("#F4F4F4", "")
-            box = Rectangle(
-                (j - 0.45, i - 0.45), 0.9, 0.9, facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0
-            )
-            ax.add_patch(box)
+        for mark, colour, hatch in ((1, LESS, ""), (0.35, MORE, "//")):
+            if mark in marks:
+                look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+                ax.add_patch(Rectangle((marks.index(mark) - 0.5, i - 0.42), marks.count(mark), 0.84, **look))
+    ax.set_xticks([j - 0.5 for j in range(1, len(grid[0]))], minor=True)
+    ax.grid(True, axis="x", which="minor", color="white", linewidth=2)
+    ax.set_axisbelow(False)
+    ax.set_facecolor("#F4F4F4")
     ax.set(xlim=(-0.6, len(grid[0]) - 0.4), ylim=(len(grid) - 0.4, -0.6), xlabel="position read", ylabel="query")
     step = 1 if len(grid[0]) <= 24 else 4
     ax.set_xticks(range(0, len(grid[0]), step), range(first, first + len(grid[0]), step), fontsize=8)
     ax.set_yticks(range(len(grid)), queries)
-    ax.tick_params(length=0)
+    ax.tick_params(which="both", length=0)
     missing = [sum(0 < mark < 1 for mark in marks) for marks in grid]
     handles = [Patch(facecolor=LESS, label="read")]
     if any(missing):
