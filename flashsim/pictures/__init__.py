@@ -131,7 +131,7 @@ def bars(
         ax.set_xscale("log")
     ax.margins(x=0.18)
     if others:
-        ax.legend(loc="lower right")
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     rows = [{"name": key, unit: values[key], **({labels[1]: others[key]} if others else {})} for key in keys]
     return Drawing(name, title, figure, alt, rows)
 
