@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= out
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test lint bench bench-gpu clean
+.PHONY: app demo test lint bench bench-gpu clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -41,6 +41,10 @@ bench: $(VENV)/.dev
 # On a machine with a CUDA device and its own torch and triton: nothing is installed. Rows are appended.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) -m kernels.bench --out data/measured/kernels.csv
+
+# The KV budget explorer alone, in a browser; its page asks no other server for anything.
+app: $(VENV)/.dev
+	JUPYTER_PATH=notebooks/app $(BIN)/voila notebooks/explorer.ipynb --template=flashsim
 
 clean:
 	rm -rf $(VENV) $(OUT) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks

@@ -107,7 +107,7 @@ class View:
             ("stored by a token", number(self.per_token_bytes), "bytes"),
             *((f"one sequence, {tier}", f"{size:,}", "bytes") for tier, size in self.tier_bytes.items()),
             ("one sequence", f"{self.sequence_bytes:,}", "bytes"),
-            (f"{asked.sequences:,} sequences", f"{asked.sequences * self.sequence_bytes:,}", "bytes"),
+            ("all sequences asked for", f"{asked.sequences * self.sequence_bytes:,}", "bytes"),
             ("decode FLOPs of a token, weighted", number(round(self.decode_flops)), "FLOPs"),
             ("weights on a GPU", f"{fit.weights_bytes:,}", "bytes"),
             ("free for the cache of a GPU", f"{fit.free_bytes:,}", "bytes"),
@@ -287,14 +287,16 @@ def table_text(view: View) -> str:
 
 
 def table_html(view: View) -> str:
-    """The rows as an HTML table."""
+    """The rows as an HTML table, the notes below it."""
     cells = "".join(
         f"<tr><th scope='row' style='text-align:left;font-weight:normal;padding-right:12px'>{html.escape(name)}</th>"
         f"<td style='text-align:right;font-variant-numeric:tabular-nums'>{html.escape(value)}</td>"
         f"<td style='text-align:left;padding-left:6px;color:{MUTED}'>{html.escape(unit)}</td></tr>"
         for name, value, unit in view.rows()
+        if name != "note"
     )
-    return f"<table style='border-collapse:collapse'>{cells}</table>"
+    notes = "".join(f"<p style='margin:4px 0;color:{MUTED}'>{html.escape(note)}</p>" for note in view.notes)
+    return f"<table style='border-collapse:collapse;width:auto;margin:0'>{cells}</table>{notes}"
 
 
 def waterfall_svg(view: View, width: int = 660) -> str:

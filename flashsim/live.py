@@ -168,9 +168,10 @@ def block_html(words: str, kind: str = "fp4") -> str:
         f"scale {short(block.scale)}, {scale.name} bits {scale.bits(block.scale_code)}; "
         f"{len(block.codes)} x {block.kind.element.width} + {scale.width} bits; as stored: {block.packed().hex(' ')}"
     )
+    look = "border-collapse:collapse;width:auto;margin:0;font-variant-numeric:tabular-nums"
     return (
         f"<div style='background:white;color:{INK}'><p aria-live='polite'>{html.escape(about)}</p>"
-        f"<table style='border-collapse:collapse;font-variant-numeric:tabular-nums'><thead><tr>{head}</tr></thead>"
+        f"<table style='{look}'><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table><p style='color:{MUTED}'>pink: sign, blue: exponent, yellow: mantissa</p></div>"
     )
 

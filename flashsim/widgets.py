@@ -11,6 +11,7 @@ the HTML that was shown first stands in. ipywidgets is imported when a widget is
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -26,7 +27,7 @@ from flashsim.pictures.schedule import ROLES
 from flashsim.reading import ConfigError
 from flashsim.schedule import layer_plan
 
-WIDE = {"description_width": "9em"}
+WIDE = {"description_width": "11em"}
 OWN = "own config.json"
 """The choice that takes the model from the text field."""
 
@@ -49,47 +50,51 @@ def _ipywidgets() -> Any:
 
 @cache
 def _live_box() -> type:
-    """A box that also knows what to show where no kernel runs."""
+    """A box with its `knobs` by name, what is `shown`, and the HTML and words that stand in where no kernel runs."""
 
     class Live(_ipywidgets().VBox):
         static: str = ""
+        words: str = ""
         knobs: Mapping[str, Any] = {}
+        shown: Sequence[Any] = ()
 
         def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
             data = super()._repr_mimebundle_(**options)
-            if self.static:
-                data["text/html"] = self.static
-            return data
+            return data | {"text/html": self.static, "text/plain": self.words}
 
     return Live
 
 
-def _box(knobs: Mapping[str, Any], rows: Sequence[Any], show: Callable[[], None], static: Callable[[], str]) -> Any:
-    """The box of these rows; `show` runs now and after every change of a knob."""
+def _box(rows: Sequence[Any], knobs: Mapping[str, Any], shown: Sequence[Any], show: Callable[[], None]) -> Any:
+    """The box of these rows; `show` runs now and after every change of a knob that has a value."""
     made = _live_box()(list(rows))
-    made.knobs = dict(knobs)
+    made.knobs, made.shown = dict(knobs), tuple(shown)
     for knob in knobs.values():
-        knob.observe(lambda change: show(), names="value")
+        if knob.has_trait("value"):
+            knob.observe(lambda change: show(), names="value")
     show()
-    made.static = static()
+    made.static = "".join(part.value for part in shown if isinstance(part, _ipywidgets().HTML))
+    last = made.shown[-1].value
+    caption = re.search(r"<p[^>]*>(.*?)</p>", last, re.DOTALL)
+    made.words = html.unescape(re.sub(r"<[^>]*>", " ", caption[1])) if caption else last
     return made
 
 
-def _pictured(knobs: Mapping[str, Any], draw: Callable[..., str], rows: Sequence[Any] | None = None) -> Any:
+def _pictured(knobs: Mapping[str, Any], draw: Callable[..., str]) -> Any:
     """Knobs above one picture, which is `draw` of their values by name."""
     picture = _ipywidgets().HTML()
 
     def show() -> None:
         picture.value = draw(**{name: knob.value for name, knob in knobs.items()})
 
-    return _box(knobs, [*(rows or knobs.values()), picture], show, lambda: picture.value)
+    return _box([*knobs.values(), picture], knobs, [picture], show)
 
 
 # --- the KV budget explorer -------------------------------------------------------------------------------------------
 
 
 def explorer(settings: budget.Settings | None = None) -> Any:
-    """The KV budget explorer: model and fleet to the left, bytes, sequences and FLOPs to the right, live.
+    """The KV budget explorer: knobs to the left, bytes, sequences and FLOPs to the right, live.
 
     What it shows is `flashsim.explorer.explore` of its settings, `box.knobs` are its knobs by the names of
     `Settings`. Knobs that a model does not have are off.
@@ -97,7 +102,7 @@ def explorer(settings: budget.Settings | None = None) -> Any:
     w, start = _ipywidgets(), settings or budget.Settings()
     own = not (isinstance(start.model, str) and start.model in (*PRESETS, *SMALL_PRESETS))
     text = budget.model_text(start.model) if own else ""
-    layout = w.Layout(width="24em")
+    layout = w.Layout(width="27em")
 
     def knob(kind: Any, words: str, **options: Any) -> Any:
         return kind(description=words, style=WIDE, layout=layout, **options)
@@ -122,15 +127,12 @@ def explorer(settings: budget.Settings | None = None) -> Any:
         "encoder_owners": knob(w.IntSlider, "encoder caches", min=1, max=1),
         "decoder_owners": knob(w.IntSlider, "decoder caches", min=1, max=1),
         "encoder_decoder": knob(w.Checkbox, "encoder-decoder", value=start.encoder_decoder, indent=True),
-        "encoder_ratio": knob(w.SelectionSlider, "tokens an entry, encoder", options=RATIOS),
-        "decoder_ratio": knob(w.SelectionSlider, "tokens an entry, decoder", options=RATIOS),
-        "main": knob(w.ToggleButtons, "entries in", options=list(budget.MAIN_BITS), value=start.main),
-        "index": knob(w.ToggleButtons, "indexer keys in", options=list(budget.INDEX_BITS), value=start.index),
+        "encoder_ratio": knob(w.SelectionSlider, "encoder ratio", options=RATIOS),
+        "decoder_ratio": knob(w.SelectionSlider, "decoder ratio", options=RATIOS),
+        "main": knob(w.Dropdown, "entries in", options=list(budget.MAIN_BITS), value=start.main),
+        "index": knob(w.Dropdown, "indexer keys in", options=list(budget.INDEX_BITS), value=start.index),
         "window": knob(w.IntSlider, "window, tokens", min=1, max=1),
     }
-    for name in ("main", "index"):
-        knobs[name].style.button_width = "4.6em"
-        knobs[name].layout = w.Layout(width="auto")
     head, bars, memory, words = w.HTML(), w.HTML(), w.HTML(), w.HTML()
     copy = w.Textarea(description="to copy", style=WIDE, layout=w.Layout(width="60em", height="9em"))
     reset = w.Button(description="as released", tooltip="put the knobs of the mechanisms back", layout=layout)
@@ -162,7 +164,7 @@ def explorer(settings: budget.Settings | None = None) -> Any:
         return (knobs["text"].value or "{}") if knobs["model"].value == OWN else knobs["model"].value
 
     def settings_now() -> budget.Settings:
-        value = {name: it.value for name, it in knobs.items() if name not in ("text", "exactly")}
+        value = {name: it.value for name, it in knobs.items() if name not in ("text", "exactly", "as released")}
         for name in budget.MECHANISMS:
             if name not in released or value[name] == released[name][2]:
                 value[name] = None  # as the model has it
@@ -180,14 +182,11 @@ def explorer(settings: budget.Settings | None = None) -> Any:
         memory.value, words.value = budget.memory_svg(view), "" if view.error else budget.table_html(view)
         copy.value = budget.table_text(view)
 
-    def new_model() -> None:
-        fit_knobs()
-        show()
-
     def put_back(_: Any) -> None:
         turning[0] = True
         knobs["main"].value = knobs["index"].value = "released"
-        new_model()
+        fit_knobs()
+        show()
 
     fit_knobs()
     turning[0] = True
@@ -198,19 +197,18 @@ def explorer(settings: budget.Settings | None = None) -> Any:
     knobs["encoder_decoder"].value = start.encoder_decoder
     turning[0] = False
     for name in ("model", "text"):
-        knobs[name].observe(lambda change: new_model(), names="value")
+        knobs[name].observe(lambda change: fit_knobs(), names="value")  # before the box shows what comes of it
     reset.on_click(put_back)
 
     names = list(knobs)
     machine, mechanism = names[: names.index("encoder_owners")], names[names.index("encoder_owners") :]
-    column = w.Layout(margin="0 2em 0 0")
-    left = w.VBox([_title("Model and machine"), *(knobs[name] for name in machine)], layout=column)
-    right = w.VBox([_title("Mechanisms"), *(knobs[name] for name in mechanism), reset])
-    rows = [w.HBox([left, right], layout=w.Layout(flex_flow="row wrap")), head, bars, memory, words, copy]
-    watched = {name: it for name, it in knobs.items() if name not in ("model", "text")}
-    made = _box(watched, rows, show, lambda: budget.page(budget.explore(settings_now())))
-    made.knobs = knobs
-    return made
+    left = [_title("Model and machine"), *(knobs[name] for name in machine)]
+    left += [_title("Mechanisms"), *(knobs[name] for name in mechanism), reset]
+    shown = w.VBox([head, bars, memory, words], layout=w.Layout(margin="0 0 0 1em"))
+    together = w.HBox([w.VBox(left), shown], layout=w.Layout(flex_flow="row wrap"))
+    rows = [together, copy]
+    knobs["as released"] = reset
+    return _box(rows, knobs, (head, bars, memory, words, copy), show)
 
 
 def _title(words: str) -> Any:
@@ -251,9 +249,8 @@ def layer_map(config: Config | str = "v4.1-flash") -> Any:
         button.on_click(lambda _, layer=plan.layer: setattr(picture, "value", live.layer_html(config, layer)))
         buttons.append(button)
     rows = [w.HBox(buttons, layout=w.Layout(flex_flow="row wrap", max_width="64em")), picture]
-    made = _box({}, rows, lambda: None, lambda: picture.value)
-    made.knobs = {f"layer {plan.layer}": button for plan, button in zip(plans, buttons, strict=True)}
-    return made
+    knobs = {f"layer {plan.layer}": button for plan, button in zip(plans, buttons, strict=True)}
+    return _box(rows, knobs, [picture], lambda: None)
 
 
 def block(values: Sequence[float] | str = "0.25 1.25 -2.5 5 0.1 6 -0.3 3.5 0 0.001 2 7 -7 4 0.75 -0.75") -> Any:

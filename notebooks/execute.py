@@ -20,12 +20,18 @@ from nbclient import NotebookClient
 HERE = Path(__file__).resolve().parent
 TIMES = re.compile(r"\d[\d,.]*\s?(?:s|ms|us|µs|min|seconds|tokens/s|GB/s|GFLOP/s)\b")
 NUMBERS = re.compile(r"-?\d[\d,.]*(?:e[+-]?\d+)?")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 TEXTS = ("text/markdown", "text/plain")
 
 
 def lessons() -> list[Path]:
     """Every notebook of the course, in order."""
     return sorted(HERE.glob("[0-9][0-9]_*.ipynb"))
+
+
+def notebooks() -> list[Path]:
+    """Every lesson, and the explorer."""
+    return [*lessons(), HERE / "explorer.ipynb"]
 
 
 def run(path: Path) -> nbformat.NotebookNode:
@@ -39,6 +45,9 @@ def run(path: Path) -> nbformat.NotebookNode:
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", ()):
+            if "text/html" in output.get("data", {}):
+                output.data.pop(WIDGET, None)  # lives as long as its kernel; the HTML stands in where there is none
+        for output in cell.get("outputs", ()):
             if svg := output.get("data", {}).get("image/svg+xml"):  # one line: half of a picture's file was line ends
                 output.data["image/svg+xml"] = re.sub(r"\s*\n\s*", " ", svg)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
@@ -46,7 +55,7 @@ def run(path: Path) -> nbformat.NotebookNode:
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
-    """What a cell said in words, times masked; of a picture its alt text, of a widget nothing."""
+    """What a cell said in words, times masked; of a picture its alt text, of a widget the words beside it."""
     parts = []
     for output in cell.get("outputs", ()):
         data = output.get("data", {})
@@ -54,7 +63,7 @@ def printed(cell: nbformat.NotebookNode) -> str:
             parts.append(output.text)
         elif "image/svg+xml" in data:
             parts += re.findall(r"<desc[^>]*>(.*?)</desc>", str(data["image/svg+xml"]), re.DOTALL)
-        elif "application/vnd.jupyter.widget-view+json" not in data:
+        elif WIDGET not in data:
             parts.append(next((data[kind] for kind in TEXTS if kind in data), ""))
     text = TIMES.sub("TIME", "\n".join(parts))
     if "varies" in cell.metadata.get("tags", ()):
@@ -86,12 +95,12 @@ def definitions(notebook: nbformat.NotebookNode) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 1 where a lesson fails."""
     parser = argparse.ArgumentParser(prog="python notebooks/execute.py", description=__doc__.split("\n")[0])
-    parser.add_argument("lessons", nargs="*", help="numbers of lessons; all of them")
+    parser.add_argument("lessons", nargs="*", help="numbers of lessons, or explorer; all of them")
     parser.add_argument("--check", action="store_true", help="write nothing, compare with what is committed")
     chosen = parser.parse_args(arguments)
     failed = 0
-    for path in lessons():
-        if chosen.lessons and path.name[:2] not in chosen.lessons:
+    for path in notebooks():
+        if chosen.lessons and path.stem.partition("_")[0] not in chosen.lessons:
             continue
         start = time.perf_counter()
         try:

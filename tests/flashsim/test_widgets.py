@@ -22,8 +22,8 @@ GQA = """{"model_type": "llama", "vocab_size": 100, "hidden_size": 512, "num_hid
 
 
 def texts(box) -> list[str]:
-    """The values of all HTML and text areas of a box, in order."""
-    return [part.value for part in box.children if isinstance(getattr(part, "value", None), str)]
+    """What a box says: its pictures, tables and text to copy, in order."""
+    return [part.value for part in box.shown]
 
 
 def turn(box, **values) -> list[str]:
@@ -48,7 +48,8 @@ def test_the_explorer_starts_as_released():
     assert texts(box)[0] == headline(view) and texts(box)[1] == waterfall_svg(view)
     assert texts(box)[-1] == table_text(view) and shown(box) == "890"
     data = box._repr_mimebundle_()
-    assert data["text/html"] == page(view) and "application/vnd.jupyter.widget-view+json" in data
+    assert data["text/html"] == page(view) and data["text/plain"] == table_text(view)
+    assert "application/vnd.jupyter.widget-view+json" in data
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,7 @@ def test_settings_are_where_the_knobs_begin():
 def test_the_reset_button_puts_the_mechanisms_back():
     box = widgets.explorer()
     turn(box, encoder_owners=9, main="BF16", window=999, encoder_decoder=False)
-    button = next(b for b in box.children[0].children[1].children if type(b).__name__ == "Button")
-    button.click()
+    box.knobs["as released"].click()
     assert shown(box) == "890" and box.knobs["encoder_decoder"].value is True
 
 
@@ -169,6 +169,7 @@ def test_a_layer_that_is_pressed_is_described():
     for layer in (24, 39):
         box.knobs[f"layer {layer}"].click()
         assert texts(box) == [layer_html(load_config("v4.1-flash"), layer)]
+    assert "text/plain" in box._repr_mimebundle_() and box.words.startswith("Layer 0, encoder half, role window")
     assert len(box.knobs) == 40 and len(widgets.layer_map("v1").knobs) == 95
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
 execute = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(execute)
-LESSONS = execute.lessons()
+LESSONS = execute.notebooks()
 SECONDS = 120
 
 
@@ -45,3 +45,10 @@ def test_a_changed_number_is_seen():
     assert not execute.differences(one, two)
     other.outputs[0].text = "891 bytes in 2.5 s\n"
     assert execute.differences(one, two)
+
+
+def test_the_explorer_is_committed_as_what_stands_in_without_a_kernel():
+    explorer = nbformat.read(ROOT / "notebooks" / "explorer.ipynb", as_version=4)
+    (output,) = next(cell for cell in explorer.cells if cell.cell_type == "code").outputs
+    assert set(output.data) == {"text/html", "text/plain"}
+    assert "<svg" in output.data["text/html"] and "stored by a token\t890\tbytes" in output.data["text/plain"]
