@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= out
 PYTEST_WORKERS ?= 2
 
-.PHONY: app demo test lint bench bench-gpu clean
+.PHONY: demo test lint app lab notebooks book screenshots bench bench-gpu clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -35,6 +35,26 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+# JupyterLab on the course.
+lab: $(VENV)/.dev
+	$(BIN)/jupyter lab --config notebooks/jupyter_lab_config.py --ServerApp.root_dir=. notebooks/00_tour.ipynb
+
+# The KV budget explorer alone, in a browser; its page asks no other server for anything.
+app: $(VENV)/.dev
+	JUPYTER_PATH=notebooks/app $(BIN)/voila notebooks/explorer.ipynb --template=flashsim
+
+# Every lesson from top to bottom; outputs are written as they are committed.
+notebooks: $(VENV)/.dev
+	$(BIN)/python notebooks/execute.py
+
+book: $(VENV)/.dev
+	$(BIN)/sphinx-build -W --keep-going -q book $(OUT)/book/html
+	@echo "$(OUT)/book/html/index.html"
+
+# Pictures of pages of the book, of the course in JupyterLab and of the explorer, for people to look at.
+screenshots: book
+	$(BIN)/python tests/browser/screenshots.py $(OUT)/screenshots
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/flashsim/bench_speed.py --benchmark-only --benchmark-columns=min,median,max,rounds
 
@@ -42,9 +62,5 @@ bench: $(VENV)/.dev
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) -m kernels.bench --out data/measured/kernels.csv
 
-# The KV budget explorer alone, in a browser; its page asks no other server for anything.
-app: $(VENV)/.dev
-	JUPYTER_PATH=notebooks/app $(BIN)/voila notebooks/explorer.ipynb --template=flashsim
-
 clean:
-	rm -rf $(VENV) $(OUT) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	rm -rf $(VENV) $(OUT) book/_generated dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks

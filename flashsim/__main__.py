@@ -247,7 +247,7 @@ def _figures(options: argparse.Namespace) -> Result:
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    from flashsim.claims import VERDICTS, check_claims
+    from flashsim.claims import VERDICTS, check_claims, residual_text, value_text
 
     claims = check_claims()
     rows = [claim.to_dict() for claim in claims]
@@ -256,9 +256,9 @@ def _verify(options: argparse.Namespace) -> Result:
     shown = [
         {
             "claim": claim.id,
-            "published": _shown(claim.published),
-            "computed": _shown(claim.computed),
-            "residual": _residual(claim.residual, claim.published),
+            "published": value_text(claim.published),
+            "computed": value_text(claim.computed),
+            "residual": residual_text(claim),
             "verdict": claim.verdict + ("" if claim.holds else f"  EXPECTED {claim.expected}"),
         }
         for claim in claims
@@ -284,12 +284,13 @@ def _verify(options: argparse.Namespace) -> Result:
 
 
 def _write_claims(out: str, claims: Sequence[Any], rows: Sequence[Mapping[str, Any]], summary: str) -> list[str]:
+    from flashsim.claims import residual_text, value_text
     from flashsim.paths import write_files
 
     head = "| claim | published | computed | residual | verdict | how | source |"
     rule = "| --- | ---: | ---: | ---: | --- | --- | --- |"
     lines = [
-        f"| {c.id} | {_shown(c.published)} {c.unit} | {_shown(c.computed)} | {_residual(c.residual, c.published)} "
+        f"| {c.id} | {value_text(c.published)} {c.unit} | {value_text(c.computed)} | {residual_text(c)} "
         f"| {c.verdict} | {c.how} | {c.source} |"
         for c in claims
     ]
@@ -479,21 +480,6 @@ def _sums(report: Any, by: str) -> str:
 
 def _giga(value: int | float) -> str:
     return f"{value / 10**9:,.4g} GFLOPs" if value < 10**13 else f"{value / 10**12:,.4g} TFLOPs"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return "[" + ", ".join(_shown(item) for item in value) + "]"
-    return value if isinstance(value, str) else number(value)
-
-
-def _residual(residual: Any, published: Any) -> str:
-    if residual is None or residual == 0 or isinstance(published, list):
-        return "0" if residual == 0 else "-"
-    share = float(residual / Fraction(str(published)))
-    return f"{'+' if residual > 0 else ''}{number(residual)} ({share:+.1%})"
 
 
 def _after(text: str, marker: str) -> str:

@@ -25,7 +25,7 @@ from flashsim.kv_cache import index_record, kv_bytes_per_token, kv_cache, main_r
 from flashsim.params import parameters
 from flashsim.paths import data_dir
 from flashsim.persistent import persistent_cache, replay_tokens, turn_tokens_for_window_share, window_bytes_per_token
-from flashsim.units import plain
+from flashsim.units import number, plain
 
 MILLION = 10**6
 """1M tokens in a published claim is 10^6, unless the claim says otherwise."""
@@ -82,6 +82,24 @@ def check_claims() -> tuple[Claim, ...]:
     ('exact', 'approximate')
     """
     return tuple(_check(entry) for entry in published_figures().values())
+
+
+def value_text(value: Any) -> str:
+    """A published or computed value for people; a dash where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return "[" + ", ".join(value_text(item) for item in value) + "]"
+    return value if isinstance(value, str) else number(value)
+
+
+def residual_text(claim: Claim) -> str:
+    """The residual of a claim for people, with its share of the published value; a dash where there is none."""
+    residual, published = claim.residual, claim.published
+    if residual is None or residual == 0 or isinstance(published, list):
+        return "0" if residual == 0 else "-"
+    share = float(residual / Fraction(str(published)))
+    return f"{'+' if residual > 0 else ''}{number(residual)} ({share:+.1%})"
 
 
 def _check(entry: dict[str, Any]) -> Claim:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 
 import pytest
 
@@ -33,3 +34,34 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):  # keywords also have the names of folders
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, the system's own or Playwright's; the test is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (the extra `dev`)")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with playwright.sync_playwright() as running:
+        path = path or running.chromium.executable_path
+        if not os.path.exists(path):
+            pytest.skip("needs Chromium, and there is none here (Debian: apt-get install chromium)")
+        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = running.chromium.launch(executable_path=path, args=options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """A function that opens an address: the page, and the list of addresses that it asks for, which grows."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+
+    def start(address):
+        page, requests = context.new_page(), []
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("websocket", lambda socket: requests.append(socket.url))
+        page.goto(address)
+        return page, requests
+
+    yield start
+    context.close()
