@@ -358,13 +358,12 @@ def memory_svg(view: View, width: int = 660) -> str:
                 f"<line x1='{end:.1f}' x2='{end:.1f}' y1='{y - 3}' y2='{y + 23}' stroke='{MORE}' stroke-width='3'/>"
             )
             said.append(f"more than its {_gb(memory)}, the orange line")
-        x = 110.0
-        for piece, size, colour in pieces:
-            if size:
-                label = f"{piece} {_gb(size)}"
-                parts.append(box(x, y + 26, 10, 10, colour, stroke=MUTED, stroke_width="0.5"))
-                parts.append(text(x + 14, y + 35, label, fill=MUTED, font_size="11"))
-                x += 26 + 6.2 * len(label)
+        labels = [(f"{piece} {_gb(size)}", colour) for piece, size, colour in pieces if size]
+        x = max(8.0, min(110.0, width - sum(26 + 6.2 * len(label) for label, _ in labels)))
+        for label, colour in labels:
+            parts.append(box(x, y + 26, 10, 10, colour, stroke=MUTED, stroke_width="0.5"))
+            parts.append(text(x + 14, y + 35, label, fill=MUTED, font_size="11"))
+            x += 26 + 6.2 * len(label)
         words.append(f"{name}: {', '.join(said)}")
         y += 50
     return svg(width, y, "One sequence and one GPU", ". ".join(words), "".join(parts))

@@ -7,6 +7,7 @@ same things for print. `flashsim.widgets` puts knobs on them.
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import random
@@ -36,6 +37,18 @@ def svg(width: int, height: float, title: str, words: str, body: str) -> str:
         f"style='background:white;max-width:100%'>"
         f"<title>{html.escape(title)}</title><desc>{html.escape(words)}</desc>{body}</svg>"
     )
+
+
+def as_images(page: str) -> str:
+    """The same HTML with each SVG as an image: a page that does not trust its input shows those alone."""
+
+    def image(found: re.Match) -> str:
+        drawn = found[0]
+        words = ". ".join(re.findall(r"<(?:title|desc)>(.*?)</", drawn))
+        data = base64.b64encode(drawn.encode()).decode()
+        return f"<img alt='{words}' src='data:image/svg+xml;base64,{data}'/>"
+
+    return re.sub(r"<svg.*?</svg>", image, page, flags=re.DOTALL)
 
 
 def text(x: float, y: float, words: object, anchor: str = "start", **looks: str) -> str:
@@ -192,7 +205,7 @@ def _bar(error: float, largest: float) -> str:
     low, high = sorted((40.0, 40.0 + 38 * share))
     line = f"<line x1='40' x2='40' y1='0' y2='14' stroke='{RULE}'/>"
     bar = box(low, 2, high - low, 10, MORE if share > 0 else LESS)
-    return f"<svg width='80' height='14' aria-hidden='true' style='background:white'>{line}{bar}</svg>"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='80' height='14' aria-hidden='true'>{line}{bar}</svg>"
 
 
 KIND_NAMES = {"FP4, E4M3 scale (entries)": "fp4", "MXFP4 (indexer keys)": "mxfp4", "MXFP8 (window)": "mxfp8"}

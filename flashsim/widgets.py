@@ -27,7 +27,9 @@ from flashsim.pictures.schedule import ROLES
 from flashsim.reading import ConfigError
 from flashsim.schedule import layer_plan
 
-WIDE = {"description_width": "11em"}
+WIDE = {"description_width": "8.5em"}
+NARROW = 540
+"""Pixels of the explorer's pictures, so that they stand beside the knobs on a laptop."""
 OWN = "own config.json"
 """The choice that takes the model from the text field."""
 
@@ -73,7 +75,7 @@ def _box(rows: Sequence[Any], knobs: Mapping[str, Any], shown: Sequence[Any], sh
         if knob.has_trait("value"):
             knob.observe(lambda change: show(), names="value")
     show()
-    made.static = "".join(part.value for part in shown if isinstance(part, _ipywidgets().HTML))
+    made.static = live.as_images("".join(part.value for part in shown if isinstance(part, _ipywidgets().HTML)))
     last = made.shown[-1].value
     caption = re.search(r"<p[^>]*>(.*?)</p>", last, re.DOTALL)
     made.words = html.unescape(re.sub(r"<[^>]*>", " ", caption[1])) if caption else last
@@ -102,7 +104,7 @@ def explorer(settings: budget.Settings | None = None) -> Any:
     w, start = _ipywidgets(), settings or budget.Settings()
     own = not (isinstance(start.model, str) and start.model in (*PRESETS, *SMALL_PRESETS))
     text = budget.model_text(start.model) if own else ""
-    layout = w.Layout(width="27em")
+    layout = w.Layout(width="25em")
 
     def knob(kind: Any, words: str, **options: Any) -> Any:
         return kind(description=words, style=WIDE, layout=layout, **options)
@@ -178,8 +180,8 @@ def explorer(settings: budget.Settings | None = None) -> Any:
             return
         view = budget.explore(settings_now())
         knobs["decoder_owners"].disabled = "decoder_owners" not in released or not knobs["encoder_decoder"].value
-        head.value, bars.value = budget.headline(view), budget.waterfall_svg(view)
-        memory.value, words.value = budget.memory_svg(view), "" if view.error else budget.table_html(view)
+        head.value, bars.value = budget.headline(view), budget.waterfall_svg(view, NARROW)
+        memory.value, words.value = budget.memory_svg(view, NARROW), "" if view.error else budget.table_html(view)
         copy.value = budget.table_text(view)
 
     def put_back(_: Any) -> None:
@@ -204,9 +206,9 @@ def explorer(settings: budget.Settings | None = None) -> Any:
     machine, mechanism = names[: names.index("encoder_owners")], names[names.index("encoder_owners") :]
     left = [_title("Model and machine"), *(knobs[name] for name in machine)]
     left += [_title("Mechanisms"), *(knobs[name] for name in mechanism), reset]
-    shown = w.VBox([head, bars, memory, words], layout=w.Layout(margin="0 0 0 1em"))
+    shown = w.VBox([bars, memory, words], layout=w.Layout(margin="0 0 0 1em", width=f"{NARROW + 20}px"))
     together = w.HBox([w.VBox(left), shown], layout=w.Layout(flex_flow="row wrap"))
-    rows = [together, copy]
+    rows = [head, together, copy]
     knobs["as released"] = reset
     return _box(rows, knobs, (head, bars, memory, words, copy), show)
 
@@ -276,8 +278,8 @@ def selection() -> Any:
         "k": slider("index_topk", 6, 1, 64),
         "ratio": slider("compress_ratio", 1, 1, 8),
         "window": slider("window", 8, 0, 64),
-        "block_size": slider("candidate block", 4, 1, 16),
-        "keep_blocks": slider("blocks kept, 0: no pool", 0, 0, 32),
+        "block_size": slider("block, entries", 4, 1, 16),
+        "keep_blocks": slider("pool, blocks", 0, 0, 32),
         "seed": slider("other scores", 0, 0, 99),
         "scores": w.Text(
             "", description="or type scores", style=WIDE, placeholder="0 1.5 0 2", continuous_update=False

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from fractions import Fraction
 from xml.etree import ElementTree
 
@@ -11,7 +12,18 @@ import pytest
 
 from flashsim.budget import Fleet, capacity, variant
 from flashsim.config import PRESETS, load_config
-from flashsim.explorer import INDEX_BITS, MAIN_BITS, Settings, explore, headline, page, table_text, waterfall_svg
+from flashsim.explorer import (
+    INDEX_BITS,
+    MAIN_BITS,
+    Settings,
+    explore,
+    headline,
+    mechanisms,
+    memory_svg,
+    page,
+    table_text,
+    waterfall_svg,
+)
 from flashsim.flops import decode_flops
 from flashsim.kv_cache import kv_bytes_per_token, kv_cache
 
@@ -142,3 +154,38 @@ def test_every_change_takes_less_than_a_tenth_of_a_second(name):
 def test_a_variant_is_the_library_s():
     view = explore(Settings(encoder_owners=2, encoder_ratio=4, decoder_ratio=2))
     assert view.config == variant(encoder_owners=2, encoder_ratio=4, decoder_ratio=2)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "tiny"])
+@pytest.mark.parametrize("turned", [{}, {"sequences": 10**9, "context": 10**9}, {"memory_gb": 1e-3}, {"context": 1}])
+def test_the_memory_bars_are_whole(name, turned):
+    view = explore(Settings(model=name, **turned))
+    for width in (540, 660):
+        root = ElementTree.fromstring(memory_svg(view, width))
+        space = "{http://www.w3.org/2000/svg}"
+        for bar in root.iter(f"{space}rect"):
+            assert float(bar.get("x")) >= 0 and float(bar.get("x")) + float(bar.get("width")) <= width + 0.1
+        for label in root.iter(f"{space}text"):
+            if label.get("text-anchor") == "start":
+                assert float(label.get("x")) + 6 * len(label.text) <= width + 1, label.text
+
+
+def test_a_gpu_that_is_too_full_says_so():
+    assert "more than its 141 GB, the orange line" in memory_svg(explore(Settings(sequences=10**6)))
+    assert "more than" not in memory_svg(explore(Settings(sequences=750)))
+
+
+def test_configs_without_a_source_and_mechanisms_of_each_family():
+    alone = replace(
+        load_config("v4.1-flash"), compress_ratios=(0,) * 40, kv_source_layer_ids=(), index_source_layer_ids=(),
+        candidate_source_layer_id=-1,
+    )  # fmt: skip
+    view = explore(Settings(model=alone, window=64))
+    assert not view.error and view.per_token_bytes == 0 and view.tier_bytes["window"] == 40 * 64 * 528
+    assert "encoder_owners" in explore(Settings(model=alone, encoder_owners=2)).notes[0]
+    assert "<svg" in page(view)
+    assert mechanisms(alone) == {"window": (1, 1024, 128)} and mechanisms(load_config("v3")) == {}
+    found = mechanisms(load_config("v4.1-flash"))
+    assert {name: value for name, (_, _, value) in found.items()} == {
+        "window": 128, "encoder_owners": 3, "encoder_ratio": 2, "decoder_owners": 1, "decoder_ratio": 1,
+    }  # fmt: skip

@@ -1,5 +1,6 @@
 """Light pictures say what the library says, are well-formed, fast, and answer nonsense with a sentence."""
 
+import base64
 import re
 import time
 from xml.etree import ElementTree
@@ -9,6 +10,7 @@ import pytest
 from flashsim.config import LADDER_PRESETS, PRESETS, load_config
 from flashsim.live import (
     STATE_COLOURS,
+    as_images,
     block_html,
     drawn_scores,
     layer_html,
@@ -141,6 +143,17 @@ def test_every_state_has_a_colour():
 def test_nonsense_is_one_sentence(made, words):
     text = made()
     assert text.startswith("<p role='alert'") and words in text and "<svg" not in text
+
+
+@pytest.mark.parametrize("made", [lambda: layer_html(V41, 24), lambda: block_html("1 -2 0.3"), selection_html])
+def test_pictures_as_images_are_the_same_pictures(made):
+    page = as_images(made())
+    sources = re.findall(r"src='data:image/svg\+xml;base64,([^']*)'", page)
+    assert "<svg" not in page and page.count("<img ") == len(sources) > 0
+    before = re.findall(r"<svg.*?</svg>", made(), re.DOTALL)
+    assert [base64.b64decode(source).decode() for source in sources] == before
+    for drawn in before:  # an image is read as XML, with its own namespace
+        assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 @pytest.mark.parametrize(

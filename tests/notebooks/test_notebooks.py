@@ -51,4 +51,4 @@ def test_the_explorer_is_committed_as_what_stands_in_without_a_kernel():
     explorer = nbformat.read(ROOT / "notebooks" / "explorer.ipynb", as_version=4)
     (output,) = next(cell for cell in explorer.cells if cell.cell_type == "code").outputs
     assert set(output.data) == {"text/html", "text/plain"}
-    assert "<svg" in output.data["text/html"] and "stored by a token\t890\tbytes" in output.data["text/plain"]
+    assert "<img " in output.data["text/html"] and "stored by a token\t890\tbytes" in output.data["text/plain"]
