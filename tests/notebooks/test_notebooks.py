@@ -1,6 +1,7 @@
 """Every lesson runs from top to bottom, says what it said when it was committed, and defines nothing."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_lesson_is_committed_executed_and_small(path):
         assert cell.cell_type != "markdown" or "](data:" not in cell.source, "no pictures inside Markdown cells"
         for output in cell.get("outputs", ()):
             assert output.output_type != "error"
+
+
+def test_the_list_of_lessons_is_true():
+    """Every lesson has a row in the README with its own question and minutes, in order, and no row leads nowhere."""
+    readme = (ROOT / "notebooks" / "README.md").read_text()
+    found = re.findall(r"^\| \[(\d\d) [^]]*\]\((.*?)\) \| (.*?) \| (\d+) \|$", readme, re.MULTILINE)
+    expected = []
+    for path in execute.lessons():
+        first = nbformat.read(path, as_version=4).cells[0].source
+        question = re.search(r"\n\*\*(.*?)\*\*\n", first, re.DOTALL)[1].replace("\n", " ")
+        minutes = sum(map(int, re.findall(r"\d+", re.search(r"\*Time:\*(.*)", first)[1])))
+        expected.append((path.name[:2], path.name, question, str(minutes)))
+    assert found == expected
 
 
 def test_a_changed_number_is_seen():
