@@ -47,9 +47,6 @@ def run(path: Path) -> nbformat.NotebookNode:
         for output in cell.get("outputs", ()):
             if "text/html" in output.get("data", {}):
                 output.data.pop(WIDGET, None)  # lives as long as its kernel; the HTML stands in where there is none
-        for output in cell.get("outputs", ()):
-            if svg := output.get("data", {}).get("image/svg+xml"):  # one line: half of a picture's file was line ends
-                output.data["image/svg+xml"] = re.sub(r"\s*\n\s*", " ", svg)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return notebook
 
