@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+SHRINKS = 'style="max-width:100%;height:auto"'
+"""What lets a figure be as narrow as the page that shows it."""
+
+
 class FigureError(ValueError):
     """A figure cannot be drawn: names the field, its value and what is accepted."""
 
@@ -48,7 +52,7 @@ class Drawing(NamedTuple):
         label = f'role="img" aria-labelledby="{self.name}-title {self.name}-desc"'
         title = f'<title id="{self.name}-title">{escape(self.title)}</title>'
         words = f'<desc id="{self.name}-desc">{escape(self.alt)}</desc>'
-        return f"{head}{tag}{label} {attributes}>\n {title}\n {words}{body}"
+        return f"{head}{tag}{label} {SHRINKS} {attributes}>\n {title}\n {words}{body}"
 
     def png(self) -> bytes:
         """The figure as PNG, 150 dots an inch."""
