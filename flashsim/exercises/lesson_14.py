@@ -47,9 +47,7 @@ EXERCISES = (
                 lambda: Fraction(1000 * READ_GB * 10**9, STATED),
                 "That is the bandwidth of the data sheet. A floor for a measured time wants the measured rate.",
             ),
-            Mistake(
-                lambda: Fraction(1000 * READ_GB * 2**30, MEASURED), "GB are asked for, 10^9 bytes each, not GiB."
-            ),
+            Mistake(lambda: Fraction(1000 * READ_GB * 2**30, MEASURED), "GB are asked for, 10^9 bytes each, not GiB."),
             Mistake(lambda: Fraction(READ_GB * 10**9, MEASURED), "Those are seconds."),
         ),
         tolerance=0.005,
