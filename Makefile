@@ -38,7 +38,7 @@ lint: $(VENV)/.dev
 # JupyterLab on the course. Pictures of a notebook that is not trusted are not shown until its cells have run.
 lab: $(VENV)/.dev
 	$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
-	$(BIN)/jupyter lab --config notebooks/jupyter_lab_config.py --ServerApp.root_dir=. notebooks/00_tour.ipynb
+	$(BIN)/jupyter lab --config notebooks/lab/jupyter_lab_config.py --ServerApp.root_dir=. notebooks/00_tour.ipynb
 
 # The KV budget explorer alone, in a browser; its page asks no other server for anything.
 app: $(VENV)/.dev

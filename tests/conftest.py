@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-import shutil
+from pathlib import Path
 
 import pytest
 
@@ -38,17 +38,15 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium, the system's own or Playwright's; the test is skipped where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (the extra `dev`)")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with playwright.sync_playwright() as running:
-        path = path or running.chromium.executable_path
-        if not os.path.exists(path):
-            pytest.skip("needs Chromium, and there is none here (Debian: apt-get install chromium)")
-        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        chromium = running.chromium.launch(executable_path=path, args=options)
-        yield chromium
-        chromium.close()
+    """Chromium; the test is skipped where there is none."""
+    spec = importlib.util.spec_from_file_location("serve", Path(__file__).parent / "browser" / "serve.py")
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    try:
+        with serve.chromium() as chromium:
+            yield chromium
+    except serve.NoBrowser as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture
