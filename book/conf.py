@@ -29,6 +29,7 @@ html_theme = "sphinx_book_theme"
 html_title = "flashsim: 437 times smaller"
 html_theme_options = {"show_navbar_depth": 1, "use_download_button": False, "use_fullscreen_button": False}
 html_theme_options["navbar_persistent"] = []  # one search field is enough, in the side bar
+html_theme_options["secondary_sidebar_items"] = []  # room for code and tables
 html_show_sphinx = False
 html_copy_source = False
 html_static_path = ["_static"]

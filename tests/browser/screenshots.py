@@ -1,7 +1,7 @@
 """Pictures for people to look at: `python tests/browser/screenshots.py out/screenshots`, after `make book`.
 
-Pages of the book whole, the lessons and the explorer in JupyterLab, the explorer in Voila; each wide and narrow enough
-for a laptop and a phone where that differs.
+Pages of the book whole, the first lesson and the explorer in JupyterLab, the explorer in Voila; some of them as on a
+phone too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def book(browser, out: Path) -> None:
 
 def course(browser, out: Path) -> None:
     """JupyterLab with the first lesson as it opens, and with the explorer after it ran."""
-    with tempfile.TemporaryDirectory() as folder, serve.lab(Path(folder)) as address:
-        for name in ("00_tour", "explorer"):
+    for name in ("00_tour", "explorer"):
+        with tempfile.TemporaryDirectory() as folder, serve.lab(Path(folder)) as address:
             page = browser.new_page(viewport={"width": LAPTOP[0], "height": LAPTOP[1]})
             page.goto(f"{address}/tree/notebooks/{name}.ipynb")
             serve.run_all_cells(page)
