@@ -1,0 +1,3 @@
+"""Pictures are made by hand."""
+
+collect_ignore = ["screenshots.py"]
