@@ -283,24 +283,40 @@ PROMPT_TITLES = {
     "prefill": "(a) prefill: half a model for all but the tail",
     "replay": "(b) a prompt whose prefix is kept",
 }
-FIGURES: Mapping[str, Callable[[], Drawing]] = {
-    "figure-1b-measured": cache_memory,
-    "figure-2-measured": counted_flops,
-    "step-time": step_time,
-    "step-parts": step_parts,
-    "prompts": prompts,
+FIGURES: Mapping[str, tuple[Callable[[], Drawing], str]] = {
+    "figure-1b-measured": (cache_memory, "cache_memory"),
+    "figure-2-measured": (counted_flops, "fullsize"),
+    "step-time": (step_time, "fullsize"),
+    "step-parts": (step_parts, "fullsize_profile"),
+    "prompts": (prompts, "fullsize_prompts"),
 }
+"""Every figure, how it is drawn, and the file of its rows."""
+
+
+def figure(name: str) -> Drawing | str:
+    """The figure of this name; where no rows are committed, a sentence that says so.
+
+    Raises:
+        FigureError: no figure has this name, or matplotlib is not installed.
+    """
+    if name not in FIGURES:
+        raise FigureError("figure", repr(name), ", ".join(FIGURES))
+    make, rows = FIGURES[name]
+    if not (data_dir() / "measured" / f"{rows}.csv").is_file():
+        return f"{name}: no rows have been measured yet (data/measured/{rows}.csv)"
+    return make()
 
 
 def draw(out: str | Path = "out") -> list[Path]:
     """Write every figure that has rows, as SVG, PNG, CSV and alt text.
 
     Raises:
-        FigureError: matplotlib is not installed, or a file of rows is missing.
+        FigureError: matplotlib is not installed.
         OutputError: a folder that cannot be made or written to.
     """
+    made = [figure(name) for name in FIGURES]
     with style():
-        files = {name: data for make in FIGURES.values() for name, data in make().files().items()}
+        files = {name: data for one in made if isinstance(one, Drawing) for name, data in one.files().items()}
     return write_files(out, files)
 
 

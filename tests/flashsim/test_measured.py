@@ -106,3 +106,12 @@ def test_committed_steps_counted_what_the_formula_says():
         assert int(row["formula_flops"]) == decode_flops(config, n).total()
         counted, formula = int(row["counted_weighted_flops"]), int(row["formula_weighted_flops"])
         assert 0 <= counted / formula - 1 < 0.002, "mixing of the streams is counted too"
+
+
+def test_a_figure_without_rows_says_so(monkeypatch, tmp_path):
+    (tmp_path / "measured").mkdir()
+    monkeypatch.setattr(measured, "data_dir", lambda: tmp_path)
+    assert measured.figure("prompts") == "prompts: no rows have been measured yet (data/measured/fullsize_prompts.csv)"
+    assert measured.draw(tmp_path / "out") == []
+    with pytest.raises(FigureError, match="figure is 'speed'; accepted: figure-1b-measured"):
+        measured.figure("speed")
