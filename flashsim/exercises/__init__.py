@@ -114,7 +114,7 @@ def hint(id: str) -> str:
 def check(id: str, answer: Any = ...) -> Verdict:
     """Says whether an answer is right, and why; `...` or None is no answer yet.
 
-    A number may be an int, a float or a Fraction, a text `"890"`; a list of any sequence type, in the order that was asked for.
+    A number may be an int, a float or a Fraction, a text `"890"`; a list any sequence, in the order that was asked for.
 
     Raises:
         ExerciseError: there is no such exercise.
