@@ -74,7 +74,7 @@ def balancing(
     chosen = [range(len(steps))[i] for i in shown]
     size = len(steps[0].matrix)
     title = "Rows to 1, columns to 1, and again"
-    figure, axes = new_figure(2.35 * len(chosen), 2.9, title, ncols=len(chosen), squeeze=False)
+    figure, axes = new_figure(1.8 * len(chosen), 2.6, title, ncols=len(chosen), squeeze=False)
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("house", ["#F4F8FB", LESS, "#00263E"])
     for ax, i in zip(axes[0], chosen, strict=True):
         step = steps[i]
@@ -82,15 +82,15 @@ def balancing(
         for j, row in enumerate(step.matrix):
             for k, value in enumerate(row):
                 ax.text(
-                    k, j, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.45 else INK
+                    k, j, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color="white" if value > 0.45 else INK
                 )
         for place, sums in ((0, step.row_sums()), (1, step.column_sums())):
             for j, total in enumerate(sums):
-                x, y = (size - 0.1, j) if place == 0 else (j, size - 0.15)
+                x, y = (size + 0.05, j) if place == 0 else (j, size - 0.15)
                 off = abs(total - 1) >= 0.005
                 look = {"color": MORE if off else MUTED, "fontweight": "bold" if off else None}
-                ax.text(x, y, f"{total:.2f}", ha="center", va="center", fontsize=8, **look)
-        ax.set(xlim=(-0.5, size + 0.3), ylim=(size + 0.2, -0.5), xticks=[], yticks=[])
+                ax.text(x, y, f"{total:.2f}", ha="center", va="center", fontsize=7.5, **look)
+        ax.set(xlim=(-0.5, size + 0.5), ylim=(size + 0.2, -0.5), xticks=[], yticks=[])
         ax.set_title(f"step {i}\n{step.what}", fontsize=9)
         ax.spines[:].set_visible(False)
     rows = [
