@@ -91,7 +91,7 @@ def lookups(tokens: Sequence[str], grams: Any, rows: Any, heads: int, *, title: 
         raise FigureError("tokens", len(tokens), f"one for each of the {len(grid)} positions")
     looks = {"again": (LESS, "", "the same n-gram again"), "collision": (MORE, "//", "another n-gram, the same row")}
     width, height = len(grid[0]), len(grid)
-    figure, ax = new_figure(max(5.0, min(9.5, 0.42 * height + 1.6)), 0.34 * width + 2.1, title)
+    figure, ax = new_figure(max(5.0, min(8.6, 0.42 * height + 1.6)), 0.34 * width + 2.1, title)
     for i, (values, met) in enumerate(zip(grid, states, strict=True)):
         for j, (value, state) in enumerate(zip(values, met, strict=True)):
             if state != "new":
