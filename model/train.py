@@ -82,6 +82,7 @@ def recall_config(*, entries: bool = True, **changes: Any) -> V41Config:
         "index_head_dim": 32,
         "index_topk": 64,
         "hc_mult": 2,
+        "hc_sinkhorn_iters": 6,
         "engram_layer_ids": (),
         "engram_num_embeddings": (),
         "num_nextn_predict_layers": 0,
@@ -146,7 +147,7 @@ class Recall:
 class Settings:
     """How a run learns. `learning_rate` rises over `warmup` steps and stays; weight decay is for matrices alone."""
 
-    batch_size: int = 32
+    batch_size: int = 24
     learning_rate: float = 3e-3
     warmup: int = 20
     weight_decay: float = 0.01
