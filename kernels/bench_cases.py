@@ -411,3 +411,73 @@ def engram_update_case(tokens, device, n=4, width=5120):
         dtype=str(dtype).removeprefix("torch."),
         tolerance=1e-6 if dtype == torch.float32 else 3e-4,
     )
+
+
+# ---- rms_norm, rope, router ----
+
+
+@register(
+    "rms_norm",
+    sizes={"1 x 5,120": dict(rows=1, width=5120), "4,096 x 5,120": dict(rows=4096, width=5120)},
+    small=dict(rows=3, width=96),
+)
+def rms_norm_case(rows, width, device):
+    from kernels.reference.rms_norm import rms_norm_reference
+    from kernels.rms_norm import rms_norm
+
+    normal, dtype = _normal(0, device)
+    x, weight = normal(rows, width).to(dtype), normal(width).to(dtype)
+    return Case(
+        run=lambda x, weight: rms_norm(x, weight, 1e-20),
+        reference=lambda x, weight: rms_norm_reference(x, weight, 1e-20),
+        inputs=(x, weight),
+        bytes_moved=(2 * x.numel() + width) * x.element_size(),
+        flops=0,
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=1e-6 if dtype == torch.float32 else 4e-3,
+    )
+
+
+@register(
+    "rope",
+    sizes={"1 x 64 heads x 512": dict(tokens=1), "4,096 x 64 heads x 512": dict(tokens=4096)},
+    small=dict(tokens=3, heads=2, width=32, pairs=4),
+)
+def rope_case(tokens, device, heads=64, width=512, pairs=32):
+    from kernels.reference.rope import rope_reference
+    from kernels.rope import rope_
+
+    normal, dtype = _normal(0, device)
+    x, angle = normal(tokens * heads, width).to(dtype), normal(tokens, pairs)
+    return Case(
+        run=rope_,
+        reference=rope_reference,
+        inputs=(x, torch.polar(torch.ones_like(angle), angle)),
+        bytes_moved=2 * 2 * pairs * tokens * heads * x.element_size() + 8 * angle.numel(),
+        flops=0,
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=1e-6 if dtype == torch.float32 else 4e-3,
+        baselines=(),  # one vector after the other
+    )
+
+
+@register(
+    "router",
+    sizes={"1 x 384, 6": dict(tokens=1), "4,096 x 384, 6": dict(tokens=4096)},
+    small=dict(tokens=3, number=9, k=2),
+)
+def router_case(tokens, device, number=384, k=6):
+    from kernels.reference.router import router_reference
+    from kernels.router import router
+
+    normal, _ = _normal(0, device)
+    return Case(
+        run=lambda logits, bias: router(logits, bias, k, 1.5)[1],
+        reference=lambda logits, bias: router_reference(logits, bias, k, 1.5)[1],
+        inputs=(normal(tokens, number), 0.1 * normal(number)),
+        bytes_moved=4 * tokens * number + 12 * tokens * k,
+        flops=0,
+        dtype="float32",
+        tolerance=2e-6,
+        baselines=(),  # one token after the other
+    )

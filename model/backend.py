@@ -12,6 +12,9 @@ run in Triton's interpreter (`TRITON_INTERPRET=1`), for tests: a few millisecond
 | `top_k`, `top_blocks` | indexer.py | topk |
 | `sparse_attention` | attention/csa2.py | sparse_attention |
 | `coefficients`, `collapse`, `expand` | hyper_connection.py | hyper_connection |
+| `rms_norm` | layers.py | rms_norm |
+| `rotate`, which may change x | rope.py | rope |
+| `route`, without a NaN | moe.py | router |
 | `rows`, `remember` | engram.py | engram (`engram_rows`, `engram_update`) |
 | `gather`, a packed Engram table | stored_weights.py | engram (`engram_gather`) |
 | `packed_linear`, FP8 tiles | stored_weights.py | linear |
@@ -19,7 +22,7 @@ run in Triton's interpreter (`TRITON_INTERPRET=1`), for tests: a few millisecond
 | weights that are plain numbers: embedding, linears, experts | PyTorch | PyTorch |
 | packed experts without `activation_rounding` | moe.py | PyTorch: the kernel always rounds their inputs |
 | weights left in the files (`offload`) | stored_weights.py | PyTorch: the kernels read device memory |
-| norms, rotation, softmax of the router, pooling of block maxima | PyTorch | PyTorch |
+| products of plain weights, pooling of block maxima, rings | PyTorch | PyTorch |
 
 With `activation_rounding` both backends round the same values; without, `linear` multiplies its input as it is.
 """
@@ -37,7 +40,7 @@ from torch.nn import functional as F
 from flashsim.config import V41Config
 from flashsim.formats import FP4, MXFP4, MXFP8
 from flashsim.schedule import layer_plan
-from model import compressor, engram, hyper_connection, indexer, moe, stored_weights
+from model import compressor, engram, hyper_connection, indexer, layers, moe, rope, stored_weights
 from model.attention import csa2
 from model.flop_counter import count
 from model.hyper_connection import Mix
@@ -67,6 +70,8 @@ class Backend:
     top_blocks = staticmethod(indexer.top_blocks)
     sparse_attention = staticmethod(csa2.sparse_attention)
     attention_rows = staticmethod(csa2.attention_rows)
+    rms_norm = staticmethod(layers.rms_norm)
+    route = staticmethod(moe.route)
     coefficients = staticmethod(hyper_connection.coefficients)
     collapse = staticmethod(hyper_connection.collapse)
     expand = staticmethod(hyper_connection.expand)
@@ -74,6 +79,10 @@ class Backend:
     remember = staticmethod(engram.remember)
     feed_forward = staticmethod(moe.feed_forward)
     packed_linear = staticmethod(stored_weights.packed_linear)
+
+    def rotate(self, x: Tensor, turn: Tensor, back: bool = False) -> Tensor:
+        """x [..., width] with its last channels turned, `back` by the conjugate; x itself may be changed."""
+        return rope.rotate(x, turn.conj() if back else turn)
 
     def gather(self, stored: StoredWeight, ids: Tensor) -> Tensor:
         """[..., width] rows of a stored weight."""
@@ -129,6 +138,9 @@ class TritonBackend(Backend):
         "engram",
         "linear",
         "moe",
+        "rms_norm",
+        "rope",
+        "router",
     )
 
     def __init__(self):
@@ -267,6 +279,20 @@ class TritonBackend(Backend):
 
     def attention_rows(self, gathered: int) -> int:
         return QUERIES_AT_ONCE  # nothing is gathered
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        rows = self.kernels["rms_norm"].rms_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.eps)
+        return rows.view(x.shape)
+
+    def rotate(self, x: Tensor, turn: Tensor, back: bool = False) -> Tensor:
+        pairs, lead = turn.shape[-1], x.shape[:-1]
+        if not pairs or not x.is_contiguous() or turn.shape[:-1] not in (lead, (*lead[:-1], 1)):
+            return super().rotate(x, turn, back)
+        self.kernels["rope"].rope_(x.flatten(0, -2), turn.reshape(-1, pairs), back)
+        return x
+
+    def route(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        return self.kernels["router"].router(logits, bias, k, scale)
 
     def coefficients(self, h, fn, scale, base, *, norm_eps: float, iterations: int, eps: float) -> Mix:
         streams, kernel = h.shape[-2], self.kernels["hyper_connection"].hyper_coefficients

@@ -25,7 +25,7 @@ from model.compressor import Groups
 from model.flop_counter import label
 from model.layers import Linear, RMSNorm, wide, wide_dtype
 from model.quant import Codec
-from model.rope import frequencies, rotate, turns
+from model.rope import frequencies, turns
 from model.step import Step
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Indexer(nn.Module):
         frequency = frequencies(self.config, True, step.device)
         position = (groups.first.unsqueeze(1) + torch.arange(groups.number, device=step.device)) * source.ratio
         turn = step.once(("group turn", source.ratio), lambda: turns(position, frequency))
-        keys = rotate(self.k_norm(self.wk(latent)), turn)
+        keys = self.backend.rotate(self.k_norm(self.wk(latent)), turn)
         groups.write(source.keys, self.backend.pack(keys, cache.key_codec))
 
     def forward(self, x: Tensor, qr: Tensor, step: Step, cache: Cache, source: Source) -> Tensor:
@@ -130,7 +130,7 @@ class Indexer(nn.Module):
         """
         config, plan = self.config, self.plan
         heads, entries = config.index_n_heads, max(step.end) // source.ratio
-        queries = rotate(self.wq_b(qr).unflatten(-1, (heads, -1)), step.turn(True).unsqueeze(2))
+        queries = self.backend.rotate(self.wq_b(qr).unflatten(-1, (heads, -1)), step.turn(True).unsqueeze(2))
         queries = self.backend.pack(queries, cache.key_codec)
         weights = self.weights_proj(x) * self.scale
         keys = source.keys[:, :entries]

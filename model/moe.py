@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from model.backend import Backend
 
 
-def route(logits: Tensor, bias: Tensor, k: int, scale: float, top_k=top_k) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """(experts, weights), both [T, k], experts ascending, of logits [T, experts]; bias [experts] or [T, experts]."""
     s = F.softplus(logits).sqrt()
     experts = top_k(s + bias, k)
@@ -47,7 +47,7 @@ class Gate(Weighted):
     def forward(self, x: Tensor, images: Tensor | None) -> tuple[Tensor, Tensor]:
         """(experts, weights) of tokens x [T, D]; images [T] says which stand inside an image span."""
         bias = self.bias if images is None else torch.where(images.unsqueeze(-1), self.bias_vl, self.bias)
-        return route(self.wide_product(x), bias, self.k, self.scale, self.backend.top_k)
+        return self.backend.route(self.wide_product(x), bias, self.k, self.scale)
 
 
 class Expert(nn.Module):

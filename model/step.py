@@ -92,7 +92,7 @@ class Step:
             oldest = torch.tensor(first, device=self.device).view(-1, 1, 1)
             row = column + torch.arange(self.batch, device=self.device).view(-1, 1, 1) * (old + self.rows)
             visible = (position >= oldest) & (self.positions.unsqueeze(-1) >= 0) & (column >= 0)
-            return row.where(visible, -1)
+            return row.where(visible, -1).int()
 
         return self.once(("window", old, first, size), make)
 

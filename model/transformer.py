@@ -126,6 +126,9 @@ class Transformer(LanguageModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.head = Linear(config.hidden_size, config.vocab_size, widened=True, **options)
         keep_small_copies(self)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.run = self.backend.rms_norm
         self.token_map: Tensor | None = None
         if token_map is not None:
             self.set_token_map(token_map)

@@ -32,7 +32,6 @@ from model.flop_counter import label
 from model.indexer import Indexer
 from model.layers import GroupedLinear, Linear, RMSNorm, wide, wide_dtype
 from model.quant import Codec
-from model.rope import rotate
 from model.step import Step
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class Attention(nn.Module):
 
     def remember(self, x: Tensor, step: Step, cache: Cache) -> Tensor:
         """Put the window records of the rows x into the ring, and return them: [B, S, bytes]."""
-        kv = rotate(self.kv_norm(self.wkv(x)), step.turn(self.compressed))
+        kv = self.backend.rotate(self.kv_norm(self.wkv(x)), step.turn(self.compressed))
         records = self.backend.pack(kv, cache.window_codec)
         cache.windows[self.plan.layer].write(step, records)
         return records
@@ -133,7 +132,7 @@ class Attention(nn.Module):
         """[B, S, D] attention output of the rows x [B, S, D]; `compress` has run for them."""
         config, plan, turn = self.config, self.plan, step.turn(self.compressed).unsqueeze(2)
         qr = self.q_norm(self.wq_a(x))
-        q = rotate(self.wq_b(qr).unflatten(-1, (config.num_attention_heads, -1)), turn)
+        q = self.backend.rotate(self.wq_b(qr).unflatten(-1, (config.num_attention_heads, -1)), turn)
 
         ring = cache.windows[plan.layer]
         old = min(max(ring.held(step.start)), config.sliding_window - 1)
@@ -154,7 +153,7 @@ class Attention(nn.Module):
                 indices = step.once(key, lambda: _rows(step.selected, source.entries.shape[1]))
 
         o = self._attend(q, window, slots, entries, indices, cache)
-        return self.wo_b(self.wo_a(rotate(o, turn.conj()).flatten(-2)))
+        return self.wo_b(self.wo_a(self.backend.rotate(o, turn, back=True).flatten(-2)))
 
     def _attend(self, q, window, slots, entries, indices, cache: Cache) -> Tensor:
         """[B, S, H, W] outputs, as many queries at a time as the backend takes."""
@@ -173,6 +172,6 @@ class Attention(nn.Module):
 
 
 def _rows(selected: Tensor, capacity: int) -> Tensor:
-    """Selected entries [B, S, k] of each sequence as rows [B * S, k] of all entries [B * capacity, bytes]."""
+    """Selected entries [B, S, k] of each sequence as int32 rows [B * S, k] of all entries [B * capacity, bytes]."""
     base = torch.arange(len(selected), device=selected.device).view(-1, 1, 1) * capacity
-    return (selected + base).where(selected >= 0, -1).flatten(0, 1)
+    return (selected + base).where(selected >= 0, -1).flatten(0, 1).int()
