@@ -2,10 +2,11 @@
 
     python -m model.fullsize --contexts 4Ki,128Ki,1M --batches 1,8,32 --out data/measured/fullsize.csv
 
-The released weights take 510 GB. What a step costs does not depend on their values, so the shape can be run without
-them: full width, every layer, every expert, the real schedule, records and hash. Two things are smaller, and every row
-says so: with `--tie-experts` all layers read the routed experts of one, and Engram tables have `--engram-rows` rows,
-which the real hash reaches modulo that number. A cache is filled with random records, so no prompt has to be run.
+The released weights take 510 GB; `--weights FOLDER` runs those that are there, over as many GPUs as torchrun starts, or
+from the files (`--offload`). What a step costs does not depend on their values, so the shape can be run without them:
+full width, every layer, every expert, the real schedule, records and hash. Two things are smaller, and every row says
+so: with `--tie-experts` all layers read the routed experts of one, and Engram tables have `--engram-rows` rows, which
+the real hash reaches modulo that number. A cache is filled with random records, so no prompt has to be run.
 
 | column | what it is |
 | --- | --- |
@@ -45,7 +46,7 @@ from flashsim.units import number_of_bytes, parse_context
 from model.backend import make_backend, measured_rates
 from model.cache import Cache
 from model.flop_counter import FlopCounter
-from model.loading import put_parameter, put_stored
+from model.loading import load, put_parameter, put_stored
 from model.memory import require
 from model.moe import MoE
 from model.parallel import Ranks, hold, start
@@ -58,7 +59,7 @@ from model.tensor_table import TensorSpec, packed, stored, tensors
 from model.transformer import Transformer
 from model.weight_formats import E2M1_VALUES
 
-SHAPE = ("model", "layers", "experts", "tied", "engram_rows", "ranks", "backend", "dtype")
+SHAPE = ("model", "layers", "experts", "tied", "weights", "engram_rows", "ranks", "backend", "dtype")
 """What a row says of the model that ran."""
 
 FIELDS = (
@@ -413,6 +414,8 @@ def profile_rows(
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
     """The options that say which model is built."""
     parser.add_argument("--model", default="v4.1-flash", help="a V4.1 preset or config.json (v4.1-flash)")
+    parser.add_argument("--weights", type=Path, help="a checkpoint folder, whose weights and config run instead")
+    parser.add_argument("--offload", action="store_true", help="with --weights: leave matrices in the files")
     parser.add_argument("--experts", type=int, help="routed experts, fewer than the model has")
     parser.add_argument("--tie-experts", action="store_true", help="all layers read the routed experts of the first")
     parser.add_argument("--engram-rows", type=int, default=2**20, help="rows of an Engram table (1,048,576)")
@@ -429,9 +432,13 @@ def build_from(chosen: argparse.Namespace) -> tuple[Transformer, Ranks]:
     begun, device = time.perf_counter(), torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
-    config = load_config(chosen.model)
+    config = load_config(chosen.weights or chosen.model)
     if not isinstance(config, V41Config):
         raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
+    if chosen.weights and (chosen.experts is not None or chosen.tie_experts):
+        raise ValueError("weights has experts of its own; accepted: --weights without --experts and --tie-experts")
+    if chosen.offload and not chosen.weights:
+        raise ValueError("offload is for files; accepted: with --weights FOLDER")
     if chosen.experts is not None:
         config = load_config(config.to_dict() | {"n_routed_experts": chosen.experts})
     if chosen.engram_rows < 1:
@@ -439,6 +446,13 @@ def build_from(chosen: argparse.Namespace) -> tuple[Transformer, Ranks]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     make_backend(chosen.backend)
     ranks, device = start(device)
+    if chosen.weights:
+        options = {"packed": not chosen.offload, "offload": chosen.offload, "activation_rounding": True}
+        mine = ranks.experts(config.n_routed_experts) if ranks.number > 1 else None
+        model = load(chosen.weights, chosen.backend, dtype, device, experts=mine, **options)
+        if ranks.rank == 0:
+            print(f"{config.name}: read from {chosen.weights} in {time.perf_counter() - begun:.0f} s", flush=True)
+        return model, ranks
     settings = {"tie_experts": chosen.tie_experts, "engram_rows": chosen.engram_rows, "ranks": ranks}
     model = build(config, chosen.backend, dtype, device, **settings)
     if ranks.rank == 0:
@@ -455,7 +469,8 @@ def shape_of(model: Transformer, ranks: Ranks, chosen: argparse.Namespace) -> di
         "layers": config.num_hidden_layers,
         "experts": config.n_routed_experts,
         "tied": chosen.tie_experts,
-        "engram_rows": chosen.engram_rows,
+        "weights": "offloaded" if chosen.offload else "folder" if chosen.weights else "random",
+        "engram_rows": max(config.engram_num_embeddings, default=0) if chosen.weights else chosen.engram_rows,
         "ranks": ranks.number,
         "backend": model.backend.name,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -202,6 +202,7 @@ def shape_of(model: V4Transformer) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "experts": config.n_routed_experts,
         "tied": True,
+        "weights": "random",
         "engram_rows": 0,
         "ranks": 1,
         "backend": model.backend.name,

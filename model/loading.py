@@ -30,6 +30,7 @@ from model.checkpoint import Checkpoint
 from model.generations import MODELS, is_draft, tensors
 from model.memory import require
 from model.moe import MoE
+from model.parallel import hold
 from model.random_weights import randomise
 from model.safetensors_file import CheckpointError
 from model.stored_weights import STORABLE, ExpertStack, StoredWeight, store
@@ -61,6 +62,7 @@ def load(
     packed: bool = False,
     offload: bool = False,
     activation_rounding: bool = False,
+    experts: range | None = None,
 ) -> nn.Module:
     """The text model of a checkpoint folder; or of a preset name or config, with random weights.
 
@@ -73,6 +75,7 @@ def load(
         activation_rounding: with `packed` or `offload`, round the input of packed linears to FP8 as the trained model
             did (V4.1 architecture 6.5). Without, a packed checkpoint computes with its expanded weights, and its
             experts run in PyTorch under both backends (`model.backend`).
+        experts: the routed experts to read from a folder, where other processes have the others (`model.parallel`).
 
     Returns:
         The model, called with ids [batch, sequence] for float32 logits [batch, sequence, vocab]. It carries `tokenizer`
@@ -91,10 +94,12 @@ def load(
         raise CheckpointError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
     options = {"backend": backend, "dtype": dtype, "device": _device(device), "cache_rounding": cache_rounding}
     if not _is_folder(source):
-        if offload:
-            raise CheckpointError(f"{source!r} has random weights; offload is for checkpoint folders")
+        for name, given in (("offload", offload), ("experts", experts is not None)):
+            if given:
+                raise CheckpointError(f"{source!r} has random weights; {name} is for checkpoint folders")
         return random_model(source, seed=seed, packed=packed, activation_rounding=activation_rounding, **options)
-    return _load_folder(Path(source), packed=packed, offload=offload, rounding=activation_rounding, **options)
+    options |= {"packed": packed, "offload": offload, "rounding": activation_rounding, "experts": experts}
+    return _load_folder(Path(source), **options)
 
 
 def random_model(
@@ -148,7 +153,7 @@ def _device(device: torch.device | str) -> torch.device:
     return device
 
 
-def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, dtype, device, **options) -> nn.Module:
+def _load_folder(folder: Path, *, packed, offload, rounding, experts, dtype, device, **options) -> nn.Module:
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
     if device.type == "meta":
@@ -175,23 +180,40 @@ def _load_folder(folder: Path, *, packed: bool, offload: bool, rounding: bool, d
     if wrong := sorted(set(names) ^ set(parameters)):
         raise CheckpointError(f"parameters of the model and of model.tensor_table differ: {', '.join(wrong[:8])}")
     modules = dict(model.named_modules())
+    if experts is not None:
+        names = _without_others(names, modules, config, experts)
     kept = {name for name in names if _stays_stored(checkpoint, modules, name, packed, offload)}
     expanded = sum(math.prod(checkpoint.table[n].shape) * parameters[n].dtype.itemsize for n in set(names) - kept)
     held = 0 if offload else sum(_stored_bytes(checkpoint, name) for name in kept)
     hint = "" if offload else "; packed=True keeps packed weights packed, offload=True leaves matrices in the files"
     require(f"{folder.name} with its weights", expanded + held, device, hint)
 
-    places = {} if offload else _stack_experts(modules, kept, device, rounding)
+    places = {} if offload else _stack_experts(modules, kept, device, rounding, experts)
     for name in names:
         if name in kept:
             weight = StoredWeight.read(checkpoint, name, dtype, mapped=offload, device=device, place=places.get(name))
             put_stored(model, modules, weight, device, rounding)
         else:
             put_parameter(model, name, checkpoint.weight(name, parameters[name].dtype).to(device))
+    if experts is not None:
+        for layer in modules.values():
+            if isinstance(layer, MoE):
+                hold(layer, [layer.experts[i] for i in experts], experts)
     model.tokenizer, model.config_json = tokenizer, checkpoint.root
     others = [name for name in checkpoint.headers if name not in parameters]
     model.other_tensors = tuple(name for name in others if name in checkpoint.table or is_draft(config, name))
     return model.eval()
+
+
+def _without_others(names: list[str], modules: Mapping[str, nn.Module], config: Config, experts: range) -> list[str]:
+    """The names less those of routed experts that this process does not hold."""
+    total = config.n_routed_experts if isinstance(config, V41Config) else 0
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= total:
+        raise CheckpointError(f"experts is {experts}; accepted: a range of the {total} routed experts of a V4.1 model")
+    layers = [path for path, layer in modules.items() if isinstance(layer, MoE)]
+    others = [f"{path}.experts.{i}." for path in layers for i in range(total) if i not in experts]
+    found = {name for name in names if ".experts." in name and name.startswith(tuple(others))}
+    return [name for name in names if name not in found]
 
 
 def put_stored(
@@ -214,20 +236,21 @@ def _pack(model: nn.Module, rounding: bool) -> None:
         put_stored(model, modules, weight, device, rounding)
 
 
-def _stack_experts(modules: Mapping[str, nn.Module], kept: Set[str], device, rounding: bool):
+def _stack_experts(modules: Mapping[str, nn.Module], kept: Set[str], device, rounding: bool, experts=None):
     """Gives each layer whose routed experts all stay packed a stack; where each of their matrices goes, by name."""
     places = {}
     for path, layer in modules.items():
         if not isinstance(layer, MoE):
             continue
+        mine = range(len(layer.experts)) if experts is None else experts
         names = {
-            f"{path}.experts.{i}.{matrix}.weight": (i, matrix)
-            for i in range(len(layer.experts))
+            f"{path}.experts.{i}.{matrix}.weight": (place, matrix)
+            for place, i in enumerate(mine)
             for matrix in ExpertStack.MATRICES
         }
         if names.keys() <= kept:
             inner, hidden = layer.experts[0].w1.weight.shape
-            layer.stack = ExpertStack(len(layer.experts), hidden, inner, activation_rounding=rounding, device=device)
+            layer.stack = ExpertStack(len(mine), hidden, inner, activation_rounding=rounding, device=device)
             places |= {name: layer.stack.place(*key) for name, key in names.items()}
     return places
 

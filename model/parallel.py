@@ -8,6 +8,7 @@ experts that it holds; the sum over ranks is the layer's output. Rank r of R hol
 
 from __future__ import annotations
 
+import atexit
 import os
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -58,6 +59,7 @@ def start(device: torch.device) -> tuple[Ranks, torch.device]:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)  # before the interpreter goes, and its threads with it
     return Ranks(dist.get_rank(), number), device
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import model
+from model.fullsize import main
 from model.parallel import Ranks, share_experts, start
+from model.safetensors_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "golden"
@@ -27,7 +29,10 @@ lm = model.load(sys.argv[1], **options)
 ids = torch.arange(2 * 21).view(2, 21) % 97
 expected = lm(ids)
 held = sum(len(layer.experts) for layer in lm.modules() if isinstance(layer, MoE))
-share_experts(lm, ranks)
+if sys.argv[3] == "share":
+    share_experts(lm, ranks)
+else:
+    lm = model.load(sys.argv[1], experts=ranks.experts(lm.config.n_routed_experts), **options)
 kept = sum(len(layer.experts) - 1 for layer in lm.modules() if isinstance(layer, MoE))
 assert 2 * kept == held, (kept, held)
 cache = lm.new_cache(2)
@@ -56,11 +61,12 @@ def torchrun(*arguments, cwd=ROOT):
         ("aq", {"offload": True}),
     ],
 )
-def test_two_ranks_give_the_logits_of_one(tmp_path, name, options):
+@pytest.mark.parametrize("way", ["share", "read"])
+def test_two_ranks_give_the_logits_of_one(tmp_path, name, options, way):
     """Mutations: the sum over ranks left out; experts of other ranks counted as the first of mine."""
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{WORKER}")
-    process = torchrun(script, GOLDEN / name, options)
+    process = torchrun(script, GOLDEN / name, options, way)
     assert process.returncode == 0, process.stderr[-3000:]
     assert process.stdout.count("fine") == 2
 
@@ -83,6 +89,28 @@ def test_the_full_size_run_over_two_ranks_writes_each_row_once(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     rows = list(csv.DictReader(out.open()))
     assert [(row["context"], row["ranks"]) for row in rows] == [("16", "2"), ("40", "2")]
+
+
+def test_the_full_size_run_takes_real_weights(tmp_path):
+    """Over two ranks and alone, packed and from the files: the same command, the weights of a folder."""
+    out, run = tmp_path / "rows.csv", ["--device", "cpu", "--backend", "reference", "--weights", GOLDEN / "aq"]
+    process = torchrun("-m", "model.fullsize", *run, "--contexts", "16", "--seconds", "0", "--out", out)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert main([*map(str, run), "--offload", "--contexts", "16", "--seconds", "0", "--out", str(out)]) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["ranks"], row["weights"], row["tied"]) for row in rows] == [
+        ("2", "folder", "False"),
+        ("1", "offloaded", "False"),
+    ]
+
+
+def test_experts_that_are_not_there():
+    for wrong in (range(0, 99), range(2, 2), range(0, 4, 2)):
+        with pytest.raises(CheckpointError, match="experts is range"):
+            model.load(GOLDEN / "aq", experts=wrong)
+    with pytest.raises(CheckpointError, match="experts is for checkpoint folders"):
+        model.load("tiny", experts=range(2))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
