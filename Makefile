@@ -54,7 +54,7 @@ book: $(VENV)/.dev
 
 # Pictures of pages of the book, of the course in JupyterLab and of the explorer, for people to look at.
 screenshots: book
-	$(BIN)/python tests/browser/screenshots.py $(OUT)/screenshots
+	$(BIN)/python tests/browser/screenshots.py $(OUT)/screenshots $(OUT)/book/html
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/flashsim/bench_speed.py --benchmark-only --benchmark-columns=min,median,max,rounds

@@ -1,4 +1,4 @@
-"""Pictures for people to look at: `python tests/browser/screenshots.py out/screenshots`, after `make book`.
+"""Pictures for people to look at: `make screenshots`.
 
 Pages of the book whole, the first lesson and the explorer in JupyterLab, the explorer in Voila; some of them as on a
 phone too.
@@ -26,14 +26,13 @@ def whole(page, path: Path, size: tuple[int, int] = LAPTOP) -> None:
     page.screenshot(path=path)
 
 
-def book(browser, out: Path) -> None:
-    """Every page of the built book, two of them on a phone too."""
-    site = serve.ROOT / "out" / "book" / "html"
+def book(browser, out: Path, site: Path) -> None:
+    """Every page of the book built at `site`, two of them on a phone too."""
     page = browser.new_page()
     for source in sorted(site.rglob("*.html")):
         name = source.relative_to(site).as_posix().removesuffix(".html").replace("/", "-").removeprefix("_generated-")
         if name not in ("genindex", "search") and "_static" not in source.parts:
-            page.goto(source.as_uri())
+            page.goto(source.resolve().as_uri())
             whole(page, out / f"book-{name}.png")
             if name in ("index", "lessons-00_tour"):
                 whole(page, out / f"book-{name}-phone.png", PHONE)
@@ -67,14 +66,15 @@ def app(browser, out: Path) -> None:
         page.close()
 
 
-def main(out: Path) -> None:
+def main(out: Path, site: Path) -> None:
     """Writes them all."""
     out.mkdir(parents=True, exist_ok=True)
     with serve.chromium() as browser:
-        for part in (book, course, app):
-            part(browser, out)
+        book(browser, out, site)
+        course(browser, out)
+        app(browser, out)
     print(f"{out}: {len(list(out.glob('*.png')))} pictures")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/screenshots"))
+    main(*map(Path, sys.argv[1:]))
