@@ -8,10 +8,9 @@ The task is recall. A sequence names pairs of a letter and a digit, then says no
 letter comes its digit again. `reach` is how far windows carry a token, layer upon layer; the silence is longer. So the
 digit can only come from a compressed entry, and a model without entries can do no better than chance, 1 in 10.
 
-Gradients pass straight through the rounding of what is cached (`model.differentiable`). Selection is a hard choice and
-gives the indexer no gradient: here `index_topk` is at least the number of entries, so every entry is selected and the
-indexer keeps its random weights. Training it too takes a second loss, between its scores and the attention they are to
-predict, as V3.2 has it. Router biases have no gradient either: each step moves them towards even load (V4.1
+Gradients pass straight through the rounding of what is cached. Selection is a choice and has none, so in training every
+entry is attended to, and the indexer learns by a second loss to foretell which matter; in use the `index_topk` best are
+taken (`model.differentiable`). Router biases have no gradient either: each step moves them towards even load (V4.1
 architecture 7.4). Everything is float32. A batch depends on the seed and its step alone, so a resumed run is the run
 that was not interrupted.
 """
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashsim.config import V41Config, load_config
+from model.differentiable import Selection
 from model.loading import load, random_model
 from model.moe import Gate
 from model.safetensors_file import CheckpointError, SafetensorsFile
@@ -80,7 +80,6 @@ def recall_config(*, entries: bool = True, **changes: Any) -> V41Config:
         "candidate_source_layer_id": -1,
         "index_n_heads": 2,
         "index_head_dim": 32,
-        "index_topk": 64,
         "hc_mult": 2,
         "hc_sinkhorn_iters": 6,
         "engram_layer_ids": (),
@@ -145,23 +144,30 @@ class Recall:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run learns. `learning_rate` rises over `warmup` steps and stays; weight decay is for matrices alone."""
+    """How a run learns. `learning_rate` rises over `warmup` steps and stays; weight decay is for matrices alone.
+
+    `index_weight` is that of the indexer's loss beside the loss of the answers.
+    """
 
     batch_size: int = 24
     learning_rate: float = 3e-3
     warmup: int = 20
     weight_decay: float = 0.01
+    index_weight: float = 0.1
     clip: float = 1.0
     bias_speed: float = 0.001
     seed: int = 0
 
 
 class Row(NamedTuple):
-    """One step: its number from 1, the mean loss of the answers in nats, and the share of them that was right."""
+    """One step: its number from 1, the mean loss of the answers in nats, the share of them that was right, in training,
+    and the indexer's loss in nats, summed over layers.
+    """
 
     step: int
     loss: float
     recall: float
+    index_loss: float
 
 
 def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -175,8 +181,7 @@ class Trainer:
     """A model in training, its optimizer and what has happened: `model`, `task`, `settings`, `record` of rows.
 
     Raises:
-        TrainingError: a model that is not float32 with the reference backend, or a sequence with more entries than
-            `index_topk`.
+        TrainingError: a model that is not of V4.1, float32, with the reference backend.
     """
 
     def __init__(self, model: Transformer, task: Recall | None = None, settings: Settings | None = None):
@@ -185,19 +190,13 @@ class Trainer:
         config = model.config
         if not isinstance(config, V41Config) or model.dtype != torch.float32 or model.backend.name != "reference":
             raise TrainingError(f"model is {model.extra_repr()}; accepted: a V4.1 model, reference, float32")
-        ratios = [ratio for ratio in config.compress_ratios if ratio]
-        entries = self.task.tokens // min(ratios, default=self.task.tokens)
-        if ratios and entries > config.index_topk:
-            raise TrainingError(
-                f"index_topk is {config.index_topk}; accepted: at least {entries}, the entries of a sequence, as the "
-                "indexer is not trained"
-            )
         self._load: dict[Gate, Tensor] = {}
         for module in model.modules():
             if isinstance(module, Gate):
                 module.register_forward_hook(self._count)
-        without = (".indexer.", ".gate.bias")  # no gradient reaches them
-        self._trained = {n: p for n, p in model.named_parameters() if not any(part in n for part in without)}
+        self._backend, self._selection = model.backend, Selection()
+        self._ops = [module for module in model.modules() if hasattr(module, "backend")]
+        self._trained = {n: p for n, p in model.named_parameters() if ".gate.bias" not in n}  # no gradient reaches it
         matrices = [p for p in self._trained.values() if p.ndim > 1]
         others = [p for p in self._trained.values() if p.ndim < 2]
         groups = [
@@ -222,7 +221,8 @@ class Trainer:
         self._learning(True)
         try:
             loss, recall = score(self.model(ids), targets)
-            loss.backward()
+            index_loss = torch.as_tensor(self._selection.loss)
+            (loss + settings.index_weight * index_loss).backward()
         finally:
             self._learning(False)
         for group in self.optimizer.param_groups:
@@ -232,7 +232,7 @@ class Trainer:
         self.optimizer.zero_grad()
         for gate, tokens in self._load.items():
             gate.bias += settings.bias_speed * (tokens.mean() - tokens).sign()
-        self.record.append(Row(number, loss.item(), recall))
+        self.record.append(Row(number, loss.item(), recall, index_loss.item()))
         return self.record[-1]
 
     def run(self, steps: int, show: Callable[[Row], None] | None = None) -> list[Row]:
@@ -244,13 +244,16 @@ class Trainer:
         return self.record
 
     def evaluate(self, size: int = 256, seed: int = 2**62) -> tuple[float, float]:
-        """(loss, recall) of the model as it is used: packed records, sequences that no step has seen."""
+        """(loss, recall) of the model as it is used, packed and selecting, on sequences that no step has seen."""
         ids, targets = self.task.batch(size, seed)
         loss, recall = score(self.model(ids), targets)
         return loss.item(), recall
 
     def _learning(self, on: bool) -> None:
         self.model.train(on)
+        self._selection.begin()
+        for module in self._ops:
+            module.backend = self._selection if on else self._backend
         for parameter in self._trained.values():
             parameter.requires_grad_(on)
 
@@ -359,7 +362,7 @@ def _run(options: argparse.Namespace) -> int:
         ),
     )
     loss, recall = run.evaluate()
-    print(f"sequences never seen, packed cache: loss {loss:.3f}, recall {recall:.1%}")
+    print(f"in use, on sequences never seen: loss {loss:.3f}, recall {recall:.1%}")
     if options.out is not None:
         print(f"written: {run.save(options.out)}")
     return 0
