@@ -15,6 +15,8 @@ by the bfloat16 matrix unit.
 Reference: kernels/reference/indexer.py. Test: tests/kernels/test_indexer.py. Bench: `indexer`.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -131,7 +133,7 @@ def _indexer_kernel(
     kc_request, kc_entry, ks_request, ks_entry,  # strides in elements
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_CANDIDATES: tl.constexpr, HAS_MAXIMA: tl.constexpr,
-    OPERAND: tl.constexpr, USE_PTX: tl.constexpr,
+    OPERAND: tl.constexpr, USE_PTX: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     # one program per (`tiles` tiles of entries, BLOCK_Q queries, request); int64 because R * Q * E passes 2**31
     GROUPS: tl.constexpr = HALF // 16
@@ -140,7 +142,7 @@ def _indexer_kernel(
     first = tl.program_id(0) * tiles * BLOCK_E
     last = tl.minimum(first + tiles * BLOCK_E, width)
     byte = tl.arange(0, HALF)
-    k_codes_ptr += request * kc_request
+    k_codes_ptr += request * (kc_request // ALIGN) * ALIGN
     k_scales_ptr += request * ks_request
 
     query = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -178,10 +180,12 @@ def _indexer_kernel(
             k_row = offset  # the tile's base in 64 bits, its rows in 32
             base = request * 0 + start
         stored = entry < length
+        # A record stands at a multiple of ALIGN bytes, no more. Said here, since Triton takes an entry that comes out
+        # of `tl.where` for a multiple of BLOCK, and would read the codes of an odd one across its alignment.
+        at = tl.multiple_of(k_row * kc_entry, [ALIGN])[:, None]
         k_codes = tl.load(
-            k_codes_ptr + base * kc_entry + k_row[:, None] * kc_entry + byte[None, :],
-            mask=stored[:, None], other=0,
-        )  # fmt: skip
+            k_codes_ptr + base * (kc_entry // ALIGN) * ALIGN + at + byte[None, :], mask=stored[:, None], other=0
+        )
         k_scales = tl.load(k_scales_ptr + base * ks_entry + k_row * ks_entry, mask=stored, other=0)
         k_even, k_odd = _unpack(k_codes, k_scales, BLOCK_E, GROUPS, OPERAND, USE_PTX)
         k_even = _swap_rows(k_even, 2, 4, BLOCK_E, HALF)
@@ -247,6 +251,7 @@ def indexer(
             HEADS=heads, HALF=HALF, BLOCK_Q=block_q, BLOCK_E=BLOCK_E, BLOCK=block_size or 1,
             HAS_LENGTHS=lengths is not None, HAS_CANDIDATES=candidates is not None, HAS_MAXIMA=block_maxima,
             OPERAND=tl.bfloat16 if compiled else tl.float32, USE_PTX=compiled and torch.version.hip is None,
+            ALIGN=math.gcd(16, k_codes.data_ptr(), k_codes.stride(0) if R > 1 else 16, k_codes.stride(1)),
             num_warps=4, num_stages=4,
         )  # fmt: skip
     return (scores, maxima) if block_maxima else scores
@@ -322,7 +327,7 @@ def aot_cases():
     def case(name, queries, columns, candidates=False, maxima=False, ptx=True):
         values = {
             "HEADS": 32, "HALF": 64, "BLOCK_Q": queries, "BLOCK_E": BLOCK_E, "BLOCK": 8, "HAS_LENGTHS": True,
-            "HAS_CANDIDATES": candidates, "HAS_MAXIMA": maxima, "OPERAND": tl.bfloat16, "USE_PTX": ptx,
+            "HAS_CANDIDATES": candidates, "HAS_MAXIMA": maxima, "OPERAND": tl.bfloat16, "USE_PTX": ptx, "ALIGN": 16,
         }  # fmt: skip
         if not candidates:
             values["candidates_ptr"] = None
@@ -335,7 +340,20 @@ def aot_cases():
         }
         return name, _indexer_kernel, types, values, {"num_warps": 4, "num_stages": 4}, expected
 
+    def records(name, half, align, block, forbidden):
+        """Keys as slices of whole records, which stand at multiples of `align` bytes: no wider access than that."""
+        _, kernel, _, values, options, _ = case(name, 1, 32, candidates=True)
+        values |= {"HALF": half, "ALIGN": align, "BLOCK": block}
+        scales = {16: "*u8", 32: "*i16", 64: "*i32"}[half]
+        kinds = types | dict.fromkeys(("q_scales_ptr", "k_scales_ptr"), scales)
+        kinds |= {"kc_entry": "i32", "width": "i32", "positions_ptr": "*i64"}
+        return name, kernel, kinds, values, options, {80: forbidden, 90: forbidden}
+
+    wide = ["!cp.async.cg.shared.global"]
     return [
+        records("records of 68 bytes", 64, 4, 8, wide),
+        records("records of 34 bytes", 32, 2, 4, [*wide, "!cp.async.ca.shared.global"]),
+        records("records of 17 bytes", 16, 1, 2, [*wide, "!cp.async.ca.shared.global", "!ld.global.b16"]),
         case("decode", 1, 32),
         case("prefill", 4, 128, maxima=True),
         case("candidates", 1, 32, candidates=True),

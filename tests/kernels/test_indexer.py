@@ -263,3 +263,17 @@ def test_released_candidates():
     inputs[5][:] = 99999
     candidates = torch.randint(-1, 12500, (4, 3, 2048), dtype=torch.int32, device=DEVICE)
     _check(inputs, candidates=candidates, block_size=8)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize(("D", "block"), [(32, 2), (64, 4), (128, 8)])
+def test_candidates_among_records(D, block, R):
+    """Keys as slices of records of 17, 34 and 68 bytes, odd entries among the candidates.
+
+    On a GPU this ended in a misaligned address while Triton took an entry for a multiple of the block.
+    """
+    inputs = _inputs(R, 2, 5, 96, D)
+    records = torch.cat(inputs[3:5], dim=2)
+    inputs[3:5] = records[..., : D // 2], records[..., D // 2 :]
+    candidates = torch.tensor([[0, 3, -1, 7, 1], [5, 2, 11, 4, -1]], dtype=torch.int32, device=DEVICE)
+    _check(inputs, candidates=candidates.expand(R, 2, 5).contiguous(), block_size=block)
