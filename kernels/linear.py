@@ -14,6 +14,7 @@ bandwidth, from some hundred rows on the bfloat16 matrix unit. The weight tile i
 A single row takes a kernel of its own: its program quantises the activation as it goes, and makes of each 32 inputs one
 column of a matrix, so that one product sums every block apart and scales are applied to sums, not to weights.
 Few tiles leave most of the chip idle: then the sum over K is split, and a second kernel adds the parts in order.
+Groups, independent products side by side, are one launch: the third axis of the grid.
 Reference: kernels/reference/linear.py. Test: tests/kernels/test_linear.py. Bench: `linear`.
 """
 
@@ -99,7 +100,11 @@ def _linear_kernel(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # one program per (tile of BN outputs, BM rows, SPLIT inputs); row tiles vary fastest and share a weight tile
+    # one program per (tile of BN outputs, BM rows, SPLIT inputs, group); row tiles vary fastest and share a weight tile
+    group, width = tl.program_id(2), N * tl.num_programs(2)
+    x_ptr += group * K
+    codes_ptr += (group * N).to(tl.int64) * codes_stride
+    scales_ptr += group * (N // 32) * scales_stride
     row_tiles = tl.cdiv(M, BM)
     m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
     n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
@@ -126,7 +131,7 @@ def _linear_kernel(
         ahead = (k0 + BK) // 32 + block
         s = tl.load(scale_row + ahead[None, :], mask=n_ok & (ahead < K // 32)[None, :], other=0)
         acc = tl.dot(w, x, acc, input_precision=PRECISION)
-    out = out_ptr + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+    out = out_ptr + group * N + part.to(tl.int64) * M * width + m[None, :].to(tl.int64) * width + n[:, None]
     tl.store(out, round_like(acc, out_ptr.dtype.element_ty, NATIVE), mask=m_ok & n_ok)
 
 
@@ -186,7 +191,11 @@ def _vector_kernel(
     OPERAND: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    # one program per (BN outputs, SPLIT inputs)
+    # one program per (BN outputs, SPLIT inputs, group)
+    group = tl.program_id(2)
+    x_ptr += group * K
+    codes_ptr += (group * N).to(tl.int64) * codes_stride
+    scales_ptr += group * (N // 32) * scales_stride
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     n_ok = (n < N)[:, None]
     first = tl.program_id(1) * SPLIT if SPLIT < K else 0
@@ -197,7 +206,7 @@ def _vector_kernel(
         codes, x_scale = vector_blocks(x_ptr, k0, K, BK, NATIVE)
         columns = block_columns(codes, OPERAND)
         acc = fp8_vector_dot(acc, code_row, scale_row, n_ok, k0, columns, x_scale, K, BK, NATIVE)
-    out_ptr += tl.program_id(1).to(tl.int64) * N
+    out_ptr += tl.program_id(1).to(tl.int64) * N * tl.num_programs(2) + group * N
     tl.store(out_ptr + n, round_like(tl.sum(acc, axis=1), out_ptr.dtype.element_ty, NATIVE), mask=n < N)
 
 
@@ -210,13 +219,20 @@ def _sum_parts_kernel(parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.
     tl.store(out_ptr + i, round_like(acc, out_ptr.dtype.element_ty, NATIVE), mask=i < count)
 
 
-def linear(x, codes, scales, act_quant=True):
-    """y = x W^T for float32 or bfloat16 x [M, K] and FP8 weights, codes [N, K] and scales [N / 32, K / 32] uint8."""
+def linear(x, codes, scales, act_quant=True, groups=1):
+    """y = x W^T for float32 or bfloat16 x [M, K] and FP8 weights, codes [N, K] and scales [N / 32, K / 32] uint8.
+
+    groups: G independent products side by side, x [M, G K], codes [G N, K], y [M, G N]; N is a multiple of 32.
+    """
     check_activation("x", x)
-    M, K = x.shape
-    N = codes.shape[0]
-    check_fp8_weight("codes", codes, scales, N, K, x.device)
-    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    M, outputs = x.shape[0], codes.shape[0]
+    if groups < 1 or x.shape[1] % (32 * groups) or outputs % (32 * groups):
+        raise ValueError(
+            f"groups is {groups}, expected whole blocks of 32 of {x.shape[1]} inputs and {outputs} outputs in each"
+        )
+    K, N = x.shape[1] // groups, outputs // groups
+    check_fp8_weight("codes", codes, scales, outputs, K, x.device)
+    out = torch.empty(M, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0 or K == 0:
         return out.zero_()
     native = has_e4m3(x)
@@ -227,23 +243,26 @@ def linear(x, codes, scales, act_quant=True):
         x = quantise_activation(x) if act_quant else x
         BM, BN, BK, warps, stages = _tiles(M, x.dtype, x.is_cuda)
     tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    programs = tiles * groups
     most = triton.cdiv(K, BK) if vector else min(triton.cdiv(K, 4 * BK), 8)
-    span = triton.cdiv(triton.cdiv(K, max(1, min(PROGRAMS // tiles, most))), BK) * BK
+    span = triton.cdiv(triton.cdiv(K, max(1, min(PROGRAMS // programs, most))), BK) * BK
     splits = triton.cdiv(K, span)
-    parts = out if splits == 1 else torch.empty(splits, M, N, dtype=torch.float32, device=x.device)
+    parts = out if splits == 1 else torch.empty(splits, M, outputs, dtype=torch.float32, device=x.device)
     if vector:
-        _vector_kernel[(tiles, splits)](
+        _vector_kernel[(tiles, splits, groups)](
             x, codes, scales, parts, N, codes.stride(0), scales.stride(0), K=K, SPLIT=span,
             OPERAND=tl.float16 if x.is_cuda else tl.float32, NATIVE=native, **VECTOR,
         )  # fmt: skip
     else:
-        _linear_kernel[(tiles, splits)](
+        _linear_kernel[(tiles, splits, groups)](
             x, codes, scales, parts, M, N, x.stride(0), codes.stride(0), scales.stride(0), K=K, SPLIT=span,
             BM=BM, BN=BN, BK=BK, NATIVE=native, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if splits > 1:
-        _sum_parts_kernel[(triton.cdiv(M * N, 1024),)](parts, out, M * N, PARTS=splits, BLOCK=1024, NATIVE=native)
+        _sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
+            parts, out, out.numel(), PARTS=splits, BLOCK=1024, NATIVE=native
+        )
     return out
 
 

@@ -355,6 +355,11 @@ class TritonBackend(Backend):
         if self.reader(stored) == "PyTorch":
             return stored_weights.packed_linear(x, stored, groups, rounding)
         rows, width = stored.shape
+        if rows // groups % BLOCK == 0:
+            x, lead = x.reshape(-1, groups * width), x.shape[:-1]
+            y = self.kernels["linear"].linear(x, stored.weight, stored.scale, act_quant=rounding, groups=groups)
+            count(2 * y.numel() * width)
+            return y.view(*lead, rows)
         x, lead, per_group, out = x.reshape(-1, groups, width), x.shape[:-1], rows // groups, []
         for group in range(groups):
             first, last = group * per_group, (group + 1) * per_group

@@ -5,7 +5,10 @@ import torch
 from kernels.reference.block_quant import block_dequant_reference, block_quant_reference
 
 
-def linear_reference(x, codes, scales, act_quant=True):
+def linear_reference(x, codes, scales, act_quant=True, groups=1):
+    if groups > 1:
+        parts = zip(x.chunk(groups, dim=1), codes.chunk(groups), scales.chunk(groups), strict=True)
+        return torch.cat([linear_reference(*part, act_quant) for part in parts], dim=1)
     M, K = x.shape
     N = codes.shape[0]
     if act_quant:

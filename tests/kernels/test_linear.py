@@ -40,6 +40,28 @@ def test_matches_reference(M, K, N, act_quant):
     assert relative_error(out, linear_reference(*args, act_quant=act_quant)) < FP32
 
 
+# Seen to fail: the scales of the first group for all; a group's outputs written over those before.
+@pytest.mark.parametrize("act_quant", [True, False])
+@pytest.mark.parametrize(
+    ("M", "K", "N", "groups"), [(1, 64, 32, 4), (1, 640, 96, 2), (3, 96, 64, 3), (40, 128, 160, 2)]
+)
+def test_groups(M, K, N, groups, act_quant):
+    (x, _, _), (_, codes, scales) = inputs(M, groups * K, 32), inputs(1, K, groups * N, seed=1)
+    with poisoned_empty():
+        out = linear(x, codes, scales, act_quant, groups)
+    expected = linear_reference(x, codes, scales, act_quant, groups)
+    assert out.shape == (M, groups * N) and relative_error(out, expected) < FP32
+    alone = linear(x[:, -K:], codes[-N:], scales[-N // 32 :], act_quant)
+    assert relative_error(out[:, -N:], alone) < FP32
+
+
+def test_groups_that_do_not_fit():
+    x, codes, scales = inputs(2, 96, 96)
+    for groups in (0, 2):
+        with pytest.raises(ValueError, match=f"groups is {groups}"):
+            linear(x, codes, scales, True, groups)
+
+
 @pytest.mark.parametrize("act_quant", [True, False])
 def test_strided_views(act_quant):
     """Seen to fail: x's row stride replaced by K."""
