@@ -301,6 +301,33 @@ def _write_claims(out: str, claims: Sequence[Any], rows: Sequence[Mapping[str, A
     ]
 
 
+def _capacity(options: argparse.Namespace) -> Result:
+    from flashsim.budget import Fleet, capacity
+
+    mix: dict[str, Fraction] = {}
+    for item in options.mix or ["128Ki"]:
+        context, _, share = item.partition("=")
+        mix[context] = mix.get(context, Fraction(0)) + _real(share or "1", "mix")
+    weights = None if options.weights_gb is None else int(_real(options.weights_gb, "weights-gb") * 10**9)
+    free = _real(options.kept_free, "kept-free")
+    fleet = Fleet(options.device, options.gpus, options.tensor_parallel, weights, free, options.layout)
+    fit = capacity(options.model, fleet, mix)
+    rows = [row | {"value": plain(row["value"])} for row in fit.rows()]
+    document = {"model": fit.config.name, "device": fleet.device.key, "gpus": fleet.gpus, "limit": fit.limit}
+    return Result(str(fit), document | {"rows": rows}, rows)
+
+
+def _search(options: argparse.Namespace) -> Result:
+    from flashsim.budget import OBJECTIVES, Constraints, search
+
+    objectives = tuple(options.objectives or list(OBJECTIVES)[:2])
+    found = search(_real(options.bytes, "bytes"), Constraints(context=options.context), objectives=objectives)
+    rows = [{key: plain(value) for key, value in point.row().items()} for point in found.front]
+    text = f"{found.tried} variants of V4.1-Flash, {len(found.points)} within {options.bytes} bytes a token, "
+    text += f"{len(found.front)} that no other beats in {' and '.join(objectives)}. Quality is not known here."
+    return Result(f"{_table(rows)}\n\n{text}", {"tried": found.tried, "within": len(found.points), "front": rows}, rows)
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +373,24 @@ def _parser() -> Parser:
     compare = command("compare", _compare, "several models side by side")
     compare.add_argument("models", nargs="+", metavar="MODEL", help="presets, aliases or paths of config.json files")
     context(compare)
+
+    fit = command("capacity", _capacity, "how many sequences fit a number of GPUs", model=True)
+    fit.add_argument("--device", default="h200-sxm", metavar="KEY", help="a table of data/hardware.toml (h200-sxm)")
+    fit.add_argument("--gpus", type=_whole, default=8, metavar="G", help="in all (8)")
+    fit.add_argument("--tensor-parallel", "--tp", type=_whole, default=8, metavar="K", help="that share a replica (8)")
+    mix = "contexts, with their shares of the sequences: 4Ki=3 128Ki=1 (128Ki alone)"
+    fit.add_argument("--mix", nargs="+", action="extend", metavar="N=SHARE", help=mix)
+    fit.add_argument("--weights-gb", metavar="GB", help="of one replica, 10^9 bytes; by default those of the release")
+    fit.add_argument("--kept-free", default="0.1", metavar="SHARE", help="of each GPU's memory (0.1)")
+    fit.add_argument("--layout", default="released", metavar="LAYOUT", help=layout)
+
+    budget = command("search", _search, "variants of V4.1-Flash that store at most so many bytes a token")
+    budget.add_argument("bytes", metavar="BYTES", help="a token's budget, such as 890")
+    budget.add_argument(
+        "--context", default=DEFAULT_CONTEXT, metavar="N", help=f"at which FLOPs count ({DEFAULT_CONTEXT})"
+    )
+    about = "stored_bytes, decode_flops, window_bytes, kept_numbers (the first two)"
+    budget.add_argument("--objectives", nargs="+", action="extend", metavar="NAME", help=about)
 
     command("ladder", _ladder, "what each change bought on the way from 389,120 bytes a token to 890")
 

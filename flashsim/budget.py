@@ -22,7 +22,7 @@ from flashsim.formats import BF16, MXFP4, MXFP8, BlockFormat, Layout
 from flashsim.hardware import Device, device
 from flashsim.kv_cache import kv_bytes_per_token, kv_cache
 from flashsim.params import parameters
-from flashsim.reading import ConfigError
+from flashsim.reading import ConfigError, Words
 from flashsim.units import number_of_bytes, parse_context
 
 # --- a fleet ----------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Fleet:
             _whole("weights_bytes", self.weights_bytes, 0)
         good = isinstance(self.kept_free, int | float | Fraction) and not isinstance(self.kept_free, bool)
         if not good or not 0 <= self.kept_free < 1:
-            raise ConfigError("kept_free", self.kept_free, "a share from 0 to below 1")
+            raise ConfigError("kept_free", Words(self.kept_free), "a share from 0 to below 1")
 
     @property
     def replicas(self) -> int:
@@ -228,7 +228,7 @@ def _mix(context_mix: Mapping[Any, Any] | int | str) -> dict[int, Fraction]:
     for context, share in items:
         good = isinstance(share, int | float | Fraction) and not isinstance(share, bool)
         if not good or not 0 < share < float("inf"):
-            raise ConfigError("context_mix", share, "a share above 0 for each context")
+            raise ConfigError("context_mix", Words(share), "a share above 0 for each context")
         n = parse_context(context)
         mix[n] = mix.get(n, Fraction(0)) + Fraction(share)
     if not mix:

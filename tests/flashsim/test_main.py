@@ -322,3 +322,42 @@ def test_a_reader_who_has_seen_enough_is_no_error():
         text=True,
     )
     assert done.returncode == 0 and done.stdout.startswith("model") and not done.stderr
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+
+def test_capacity_is_the_library_s(run):
+    from flashsim import Fleet, capacity
+
+    rows = {
+        row["quantity"]: row["value"] for row in document(run, "capacity", "v3.2", "--mix", "4Ki=3", "128Ki")["rows"]
+    }
+    fit = capacity("v3.2", Fleet("h200-sxm", 8, 8), {"4Ki": 3, "128Ki": 1})
+    assert rows["sequences in all"] == fit.sequences and rows["free for the cache of a GPU"] == fit.free_bytes
+    code, out, _ = run("capacity", "v1", "--device", "h100-sxm", "--weights-gb", "135", "--kept-free", "0.2")
+    assert code == 0 and "weights on a GPU" in out and "16,875,000,000 bytes" in out
+
+
+def test_search_prints_the_front(run):
+    found = document(run, "search", "890")
+    assert found["tried"] == 432 and [row["stored_bytes"] for row in found["front"]] == [178]
+    more = document(run, "search", "400", "--objectives", "stored_bytes", "kept_numbers")
+    assert [row["kept_numbers"] for row in more["front"]] == [320, 480, 640]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("capacity", "v3", "--gpus", "6"), "gpus is 6; accepted: a multiple of tensor_parallel, 8"),
+        (("capacity", "v3", "--device", "tpu"), "device is 'tpu'; accepted: a100-80gb"),
+        (("capacity", "v3", "--mix", "4Ki=0"), "context_mix is 0; accepted: a share above 0"),
+        (("capacity", "v3", "--mix", "4Ki=x"), "mix is 'x'; accepted: a number"),
+        (("capacity", "v3", "--kept-free", "1"), "kept_free is 1; accepted: a share from 0 to below 1"),
+        (("search", "few"), "bytes is 'few'; accepted: a number"),
+        (("search", "890", "--objectives", "quality"), "objectives is 'quality'; accepted: stored_bytes"),
+    ],
+)
+def test_what_if_with_bad_input(run, arguments, text):
+    code, out, err = run(*arguments)
+    assert code == 2 and not out and text in err and err.count("\n") == 1
