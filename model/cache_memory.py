@@ -29,7 +29,7 @@ from flashsim.reading import ConfigError
 from flashsim.units import parse_context
 from model.cache import Cache
 from model.memory import free_memory
-from model.run_rows import append, rows_of, where
+from model.run_rows import append, device_of, rows_of, where
 from model.token_cache import TokenCache
 from model.v4_cache import V4Cache
 
@@ -94,7 +94,7 @@ def lengths_that_fit(config: Config, longest: int, device: torch.device) -> list
     """Four lengths in equal steps up to `longest`, halved until the cache takes nine tenths of free memory at most."""
     free = free_memory(device)
     while free is not None and kv_cache(config, longest).total() > 0.9 * free and longest > 512:
-        longest //= 2
+        longest = max(longest // 1024, 1) * 512
     return [longest * quarter // 4 for quarter in (1, 2, 3, 4)]
 
 
@@ -123,9 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="CSV file that rows are appended to; without it they are only printed")
     chosen = parser.parse_args(arguments)
     try:
-        device, longest = torch.device(chosen.device), parse_context(chosen.longest)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu")
+        device, longest = device_of(chosen.device), parse_context(chosen.longest)
         if longest % 512:
             raise ValueError(f"longest is {longest}; accepted: a multiple of 512, four whole groups of 128")
         configs = [load_config(name) for name in chosen.models.split(",")]

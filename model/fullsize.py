@@ -52,7 +52,7 @@ from model.moe import MoE
 from model.parallel import Ranks, hold, start
 from model.quant import Codec
 from model.random_weights import spread
-from model.run_rows import append, rows_of, where
+from model.run_rows import append, device_of, rows_of, where
 from model.step_profile import by, kernels_of
 from model.stored_weights import ExpertStack, StoredEmbedding, StoredLinear, StoredWeight
 from model.tensor_table import TensorSpec, packed, stored, tensors
@@ -429,9 +429,7 @@ def build_from(chosen: argparse.Namespace) -> tuple[Transformer, Ranks]:
     Raises:
         ValueError, ConfigError, BackendError, MemoryError: it cannot be here.
     """
-    begun, device = time.perf_counter(), torch.device(chosen.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
+    begun, device = time.perf_counter(), device_of(chosen.device)
     config = load_config(chosen.weights or chosen.model)
     if not isinstance(config, V41Config):
         raise ConfigError("model_type", config.model_type, ", ".join(V41Config.model_types))
@@ -444,7 +442,7 @@ def build_from(chosen: argparse.Namespace) -> tuple[Transformer, Ranks]:
     if chosen.engram_rows < 1:
         raise ValueError(f"engram_rows is {chosen.engram_rows}; accepted: a whole number from 1")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    make_backend(chosen.backend)
+    make_backend(chosen.backend).check(config, dtype, device, True)
     ranks, device = start(device)
     if chosen.weights:
         options = {"packed": not chosen.offload, "offload": chosen.offload, "activation_rounding": True}
@@ -505,10 +503,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _sweep(chosen: argparse.Namespace) -> int:
     begun = time.perf_counter()
     contexts = [parse_context(text) for text in chosen.contexts.split(",")]
-    batches = [int(text) if text.isdigit() else 0 for text in chosen.batches.split(",")]
+    batches = [int(text) if text.isdecimal() else 0 for text in chosen.batches.split(",")]
     if min(batches) < 1:
         raise ValueError(f"batches is {chosen.batches}; accepted: whole numbers from 1, with commas")
-    if chosen.profile and torch.device(chosen.device).type != "cuda":
+    if chosen.profile and device_of(chosen.device).type != "cuda":
         raise ValueError("profile needs a GPU; accepted: --device cuda")
     model, ranks = build_from(chosen)
     device, first = where(model.device), ranks.rank == 0

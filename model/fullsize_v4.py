@@ -29,7 +29,7 @@ from model.flop_counter import FlopCounter
 from model.fullsize import FIELDS, PROFILE_FIELDS, SETTINGS, flops_of, profile_rows, times_us
 from model.memory import require
 from model.random_weights import spread
-from model.run_rows import append, rows_of, where
+from model.run_rows import append, device_of, rows_of, where
 from model.v4_cache import V4Cache
 from model.v4_moe import V4MoE
 from model.v4_transformer import V4Transformer
@@ -160,10 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sweep(chosen: argparse.Namespace) -> int:
-    begun, device = time.perf_counter(), torch.device(chosen.device)
+    begun, device = time.perf_counter(), device_of(chosen.device)
     contexts = [parse_context(text) for text in chosen.contexts.split(",")]
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, and PyTorch finds no GPU; accepted: --device cpu, for small models")
     if chosen.profile and device.type != "cuda":
         raise ValueError("profile needs a GPU; accepted: --device cuda")
     config = load_config(chosen.model)

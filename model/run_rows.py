@@ -33,33 +33,72 @@ def where(device: torch.device) -> dict[str, str]:
 def _git() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+        return found.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
 
-def rows_of(path: Path, fields: Sequence[str], device: str) -> list[dict[str, str]]:
-    """The rows that a file has for this device; none where there is no file.
+def device_of(name: str) -> torch.device:
+    """The device that a command line names, a GPU or the CPU.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: it is neither, or there is no GPU.
     """
-    if not path.exists():
+    kind = name.partition(":")[0]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"device is {name!r}; accepted: cuda, cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name}, and PyTorch finds no GPU; accepted: --device cpu, for small models")
+    return device
+
+
+def rows_of(path: Path, fields: Sequence[str], device: str) -> list[dict[str, str]]:
+    """The rows that a file has for this device; none where there is no file, or an empty one.
+
+    Raises:
+        ValueError: the file has other columns, half a row, or cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode() if path.exists() else ""
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); accepted: a CSV file, or a new one") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8; accepted: a file of this command, or a new one") from None
+    if not text:
         return []
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if tuple(rows.fieldnames or ()) != tuple(fields):
-            raise ValueError(f"{path} has other columns; accepted: a file of this command, or a new one")
-        return [row for row in rows if row["device"] == device]
+    file = csv.DictReader(io.StringIO(text, newline=""))
+    if tuple(file.fieldnames or ()) != tuple(fields):
+        raise ValueError(f"{path} has other columns; accepted: a file of this command, or a new one")
+    if not text.endswith("\n"):
+        raise ValueError(f"{path} ends within line {len(text.splitlines())}; accepted: whole rows, so remove that line")
+    found = []
+    for row in file:
+        if None in row or None in row.values():
+            raise ValueError(f"{path} has other cells than columns in line {file.line_num}; accepted: whole rows")
+        found.append(row)
+    return [row for row in found if row["device"] == device]
 
 
 def append(path: Path, fields: Sequence[str], *rows: Mapping[str, Any]) -> None:
-    """Whole rows at the end of the file, in one write; the file is made where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Whole rows at the end of the file, in one write; the file is made where there is none.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, fields, lineterminator="\n")
-    if not path.exists():
-        writer.writeheader()
-    writer.writerows(rows)
-    with path.open("a", newline="") as file:
-        file.write(text.getvalue())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            if not file.tell():
+                writer.writeheader()
+            writer.writerows(rows)
+            file.write(text.getvalue())
+    except OSError as error:
+        accepted = "a CSV file in a folder that can be written to"
+        raise ValueError(f"{path} cannot be written ({error.strerror}); accepted: {accepted}") from None

@@ -127,6 +127,7 @@ def fullsize_options(out):
         (["--backend", "jax"], "backend is 'jax'"),
         (["--contexts", "many"], "many"),
         (["--batches", "0"], "batches is 0; accepted: whole numbers from 1"),
+        (["--batches", "²"], "batches is ²; accepted: whole numbers from 1"),
         (["--experts", "1"], "num_experts_per_tok"),
         (["--profile", "rows.csv"], "profile needs a GPU"),
         (["--device", "cuda"], "finds no GPU"),
@@ -138,6 +139,13 @@ def test_what_cannot_be_is_one_line(capsys, arguments, text):
     assert main([*COMMAND, *arguments]) == 1
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+# The model is built on no device: its own check of backend and device says nothing.
+def test_kernels_need_a_gpu_or_the_interpreter(capsys, monkeypatch):
+    monkeypatch.setattr("model.backend.TritonBackend._interpreted", lambda self: False)
+    assert main([*COMMAND, "--backend", "triton"]) == 1
+    assert capsys.readouterr().err.startswith("error: device is cpu with backend triton")
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
