@@ -26,7 +26,7 @@ from flashsim.kv_cache import kv_cache
 from flashsim.reading import ConfigError
 from flashsim.units import parse_context
 from model.flop_counter import FlopCounter
-from model.fullsize import FIELDS, PROFILE_FIELDS, SETTINGS, flops_of, profile_rows, times_us
+from model.fullsize import FIELDS, PROFILE_FIELDS, SETTINGS, compared, flops_of, profile_rows, times_us
 from model.memory import require
 from model.random_weights import spread
 from model.run_rows import append, device_of, rows_of, where
@@ -120,7 +120,7 @@ def measure(step: DecodeStep, context: int, seconds: float) -> dict[str, Any]:
     with FlopCounter(model) as counter:
         logits = step()
     if batch == 1:
-        counter.compare(decode_flops(model.config, context))
+        compared(counter, decode_flops(model.config, context))
     if not torch.isfinite(logits).all():
         raise ArithmeticError("a step of random weights gave logits that are not finite")
     samples, method = times_us(step, device, seconds, capture=False)

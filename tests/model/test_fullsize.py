@@ -153,3 +153,12 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
     out.write_text("a,b\n1,2\n")
     assert main([*COMMAND, "--contexts", "16", "--out", str(out)]) == 1
     assert "has other columns" in capsys.readouterr().err and out.read_text() == "a,b\n1,2\n"
+
+
+def test_flops_that_differ_are_said_and_the_row_has_both(tiny, capsys, monkeypatch):
+    row = fullsize.measure(tiny, 1, 40, 0)
+    assert capsys.readouterr().err == "" and row["counted_flops"] > row["formula_flops"]
+    right = fullsize.decode_flops
+    monkeypatch.setattr(fullsize, "decode_flops", lambda config, context: right(config, context + 8))
+    fullsize.measure(tiny, 1, 40, 0)
+    assert "warning: indexer_scores" in capsys.readouterr().err
