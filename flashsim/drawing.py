@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 SHRINKS = 'style="max-width:100%;height:auto"'
 """What lets a figure be as narrow as the page that shows it."""
+PAGE = 630
+"""Points. JupyterLab cuts off what is wider than its page, and that is 636 points in a window of 1,280 pixels."""
 
 
 class FigureError(ValueError):
@@ -78,8 +81,15 @@ class Drawing(NamedTuple):
         return f"<{type(self).__name__} {self.name}: {self.alt}>"
 
     def _repr_svg_(self) -> str:
-        """The SVG on one line: a notebook keeps each line as a string of its own, half as much again."""
-        return " ".join(line.strip() for line in self.svg().splitlines())
+        """The SVG, at most `PAGE` wide, on one line: a notebook keeps each line as a string, half as much again."""
+        line = " ".join(line.strip() for line in self.svg().splitlines())
+        return re.sub(r' width="([\d.]+)pt" height="([\d.]+)pt"', _fitting, line, count=1)
+
+
+def _fitting(size: re.Match[str]) -> str:
+    width, height = map(float, size.groups())
+    shrunk = min(1, PAGE / width)
+    return f' width="{width * shrunk:g}pt" height="{height * shrunk:g}pt"'
 
 
 # --- one style ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def run(path: Path) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}).execute()
+    where = {"metadata": {"path": str(HERE)}}
+    NotebookClient(notebook, timeout=240, kernel_name="python3", coalesce_streams=True, resources=where).execute()
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)

@@ -86,6 +86,7 @@ EXERCISES = (
         "Two pages hold 128 records; 28 of them are empty, in every layer.",
         "How many whole pages do 100 records need, and how many places of these stay empty?",
         (
+            Mistake(lambda: 28, "That is a number of records. How many bytes does a token leave in all layers?"),
             Mistake(lambda: kv_reserved("v1", 100).total(), "That is all that is reserved. Take off what is stored."),
             Mistake(lambda: 36 * kv_bytes_per_token(load_config("v1")), "One page is too few: round the pages up."),
             Mistake(

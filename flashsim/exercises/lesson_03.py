@@ -92,6 +92,10 @@ EXERCISES = (
         "Two stand out; of the four zeros the earlier tokens are taken.",
         "First the highest scores. Where scores are equal, which token goes first?",
         (
+            Mistake(
+                lambda: sorted(range(len(SCORES)), key=lambda t: (-SCORES[t], t))[:CHOSEN],
+                "The right ones, in the order of their scores. Give them from low to high.",
+            ),
             Mistake(lambda: _largest(SCORES, CHOSEN), "Of equal scores the earlier token is taken."),
             Mistake(
                 lambda: [t for t, score in enumerate(SCORES) if score > 0], "A zero may be chosen as well: fill up."

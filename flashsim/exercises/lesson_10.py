@@ -123,6 +123,6 @@ EXERCISES = (
                 "Percent was asked for.",
             ),
         ),
-        tolerance=0.01,
+        tolerance=0.02,
     ),
 )

@@ -40,12 +40,16 @@ EXERCISES = (
         "12.1",
         f"Four experts have scores {list(SCORES)} and biases {list(BIAS)}. Which {PICKS} are chosen? Give a list "
         "of expert "
-        "numbers, from 0 on.",
+        "numbers, from 0 on, from low to high.",
         "list of experts",
         lambda: list(route(SCORES, BIAS, PICKS).experts),
         "Sums 0.5, 0.7, 0.8, 0.65: the bias moved expert 1 past expert 0.",
         "Add score and bias of each expert, and take the largest sums.",
         (
+            Mistake(
+                lambda: list(route(SCORES, BIAS, PICKS).experts)[::-1],
+                "The right ones, the other way round. Give them from low to high.",
+            ),
             Mistake(
                 lambda: list(route(SCORES, [0] * len(SCORES), PICKS).experts),
                 "Those have the best scores. The bias takes part in the choice.",

@@ -72,7 +72,7 @@ EXERCISES = (
     ),
     Exercise(
         "14.3",
-        f"A device says that the cache of V4.1-Flash takes {_account(NEAR):,} bytes at {NEAR:,} tokens and "
+        f"The tokens of one sequence store {_account(NEAR):,} bytes in a cache of V4.1-Flash at {NEAR:,} tokens and "
         f"{_account(FAR):,} at {FAR:,}. How many of these bytes do not depend on the context?",
         "bytes",
         lambda: _account(FAR) - kv_bytes_per_token(_release()) * FAR,

@@ -119,10 +119,14 @@ EXERCISES = (
         "of them in all?",
         "GPUs that share a replica",
         _best_degree,
-        "The fewest GPUs that hold the weights: below that nothing fits, above it caches are kept in more copies.",
+        "Here the fewest GPUs that hold the weights: they leave room, and more would keep more copies of a cache.",
         "Ask `capacity` for each of the four, and compare `sequences`, which counts all replicas.",
         (
             Mistake(lambda: 1, "One GPU is too small for the weights alone."),
+            Mistake(
+                lambda: 4,
+                "Better than 8. Would a replica of fewer GPUs still hold the weights, and how much beside them?",
+            ),
             Mistake(lambda: 8, "That leaves most memory free on each GPU, and keeps every cache eight times."),
         ),
     ),

@@ -11,5 +11,5 @@ answers = {
     "14.1": 13e9 / 4.27e12 * 1e3,  # bytes over bytes a second, in milliseconds
     "14.2": 100 * (1 - (378 / 384) ** 32),  # the chance that at least one of 32 tokens picks it
     "14.3": far - slope * 2**20,  # where the line through both points meets the axis
-    "14.4": float(long / short),  # 20.1 to 25.6 GFLOPs
+    "14.4": float(long / short),  # 20.2 to 25.7 GFLOPs
 }

@@ -14,7 +14,8 @@ import pytest
 
 from flashsim import decode_flops, kv_bytes_per_token, load_config, persistent_cache
 from flashsim.config import PRESETS
-from flashsim.figures import FIGURES, GROUPS, LONG, SHORT, FigureError, draw, figure_1b
+from flashsim.drawing import PAGE
+from flashsim.figures import FIGURES, GROUPS, LONG, SHORT, FigureError, draw, figure_1b, figure_2
 from flashsim.flops import crossing
 from flashsim.ladder import ladder
 from flashsim.paths import OutputError
@@ -113,6 +114,17 @@ def test_figure_1b_with_derived_generations():
     shown, written = (ElementTree.fromstring(text) for text in (drawing._repr_svg_(), drawing.svg()))
     assert [e.tag for e in shown.iter()] == [e.tag for e in written.iter()]
     assert shown.find(f"{SVG}desc").text == drawing.alt
+
+
+def test_a_notebook_shows_a_wide_figure_whole():
+    wide, narrow = figure_2(), figure_1b()
+    shown = ElementTree.fromstring(wide._repr_svg_())
+    width, height = (float(shown.get(side).removesuffix("pt")) for side in ("width", "height"))
+    _, _, across, down = map(float, shown.get("viewBox").split())
+    assert width == PAGE < across and height / width == pytest.approx(down / across, rel=1e-5)
+    same = ElementTree.fromstring(narrow.svg())
+    assert float(same.get("width").removesuffix("pt")) <= PAGE
+    assert ElementTree.fromstring(narrow._repr_svg_()).attrib == same.attrib
 
 
 def test_figure_2_numbers(drawn):
