@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from flashsim.config import Config, V41Config
+from flashsim.reading import shorten
 from model.checkpoint import CONFIG_FILE, INDEX_FILE, QUANTISATION, SINGLE_FILE
 from model.generations import tensors
 from model.safetensors_file import TORCH_TYPES, CheckpointError, write_file
@@ -49,6 +50,7 @@ def save(
     config_json: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Any = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Writes a model as a checkpoint folder that `model.load` reads.
 
@@ -61,9 +63,11 @@ def save(
         shard_bytes: a file takes no more than this, unless a single tensor does.
         tokenizer: a `tokenizers.Tokenizer` to write along; by default that of the model. Compressed ids of Engram that
             it does not give, those of random weights, are written as `token_map.json`.
+        extra_files: names and bytes of what else is to lie in the folder.
 
     Raises:
-        CheckpointError: the parameters are not those of the config, or one has a value that cannot be stored.
+        CheckpointError: the parameters are not those of the config, one has a value that cannot be stored, or the
+            folder cannot be written.
     """
     if layout == "quantised" and not isinstance(model.config, V41Config):
         raise CheckpointError(
@@ -90,7 +94,7 @@ def save(
         layout,
         config_json=dict(config_json) if config_json is not None else config_to_json(model.config),
         shard_bytes=shard_bytes,
-        extra_files=extra,
+        extra_files=extra | dict(extra_files or {}),
     )
 
 
@@ -129,21 +133,19 @@ def write_checkpoint(
         progress: called with each tensor's name and its stored bytes once it is written.
 
     Raises:
-        CheckpointError: the folder has something in it, or a value cannot be stored.
+        CheckpointError: the folder has something in it or cannot be written, or a value cannot be stored.
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout is {layout!r}; accepted: {', '.join(LAYOUTS)}")
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise CheckpointError(f"shard_bytes is {shard_bytes!r}; accepted: a whole number from 1")
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there already; accepted: a new folder, or an empty one")
+    check_place(folder)
     quantised = layout == "quantised"
     headers = stored(table, quantised=quantised, floats=floats or ("F32" if layout == "float32" else None))
     shards = list(_shards(table, headers, shard_bytes))
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial = _beside(folder)
     try:
         names = [SINGLE_FILE]
         if len(shards) > 1:
@@ -160,10 +162,41 @@ def write_checkpoint(
         (partial / CONFIG_FILE).write_text(json.dumps(_config_for(config_json, layout), indent=2))
         partial.chmod(0o755)
         os.replace(partial, folder)  # takes the place of an empty folder too
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing is left there where it was moved
     return folder
+
+
+def check_place(folder: str | os.PathLike) -> None:
+    """Whether a folder can be written there; its parents are made.
+
+    Raises:
+        CheckpointError: it has something in it, or cannot be made.
+    """
+    folder = Path(folder)
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if taken:
+        raise CheckpointError(f"{folder} is there already; accepted: a new folder, or an empty one")
+    _beside(folder).rmdir()
+
+
+def _beside(folder: Path) -> Path:
+    """A new folder beside it, to be moved there."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    accepted = "a new folder in a place that can be written to"
+    return CheckpointError(f"{shorten(str(folder))} cannot be written ({error.strerror}); accepted: {accepted}")
 
 
 def _config_for(config_json: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,16 +27,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashsim.config import V41Config, load_config
+from flashsim.reading import shorten
 from model.differentiable import Selection
 from model.loading import load, random_model
 from model.moe import Gate
 from model.safetensors_file import CheckpointError, SafetensorsFile
-from model.saving import save
+from model.saving import check_place, save
 from model.tokenizer import byte_tokenizer, encode
 from model.transformer import Transformer
 
@@ -47,6 +49,7 @@ STATE_FILE = "training.safetensors"
 
 
 HEADER = "flashsim.training"  # metadata of that file
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that has had a gradient
 
 
 class TrainingError(ValueError):
@@ -89,6 +92,11 @@ def recall_config(*, entries: bool = True, **changes: Any) -> V41Config:
     return load_config(load_config("tiny").to_dict() | small | changes)
 
 
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise TrainingError(f"{name} is {value!r}; accepted: a whole number from {low} to {high}")
+
+
 def reach(config: V41Config) -> int:
     """How many tokens back windows alone can carry something: a window less one for each layer, and an n-gram."""
     grams = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
@@ -108,10 +116,8 @@ class Recall:
     DIGITS = "0123456789"
 
     def __post_init__(self):
-        for name, low, high in (("pairs", 1, len(self.LETTERS)), ("gap", 0, 10**6)):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise TrainingError(f"{name} is {value!r}; accepted: a whole number from {low} to {high}")
+        _whole("pairs", self.pairs, 1, len(self.LETTERS))
+        _whole("gap", self.gap, 0, 10**6)
 
     @property
     def chance(self) -> float:
@@ -125,6 +131,7 @@ class Recall:
 
     def batch(self, size: int, seed: int) -> tuple[Tensor, Tensor]:
         """(ids, targets), both [size, tokens]; targets are the digits asked for, at the letters that ask, else -100."""
+        _whole("size", size, 1, 2**31)
         generator = torch.Generator().manual_seed(seed)
         letters, digits, dot = (
             torch.tensor(encode(byte_tokenizer(2**9), text)) for text in (self.LETTERS, self.DIGITS, ".")
@@ -147,6 +154,9 @@ class Settings:
     """How a run learns. `learning_rate` rises over `warmup` steps and stays; weight decay is for matrices alone.
 
     `index_weight` is that of the indexer's loss beside the loss of the answers.
+
+    Raises:
+        TrainingError: names the field, its value and what is accepted.
     """
 
     batch_size: int = 24
@@ -157,6 +167,17 @@ class Settings:
     clip: float = 1.0
     bias_speed: float = 0.001
     seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high in (("batch_size", 1, 2**31), ("warmup", 0, 2**31), ("seed", 0, 2**31 - 1)):
+            _whole(name, getattr(self, name), low, high)
+        for name in ("learning_rate", "weight_decay", "index_weight", "clip", "bias_speed"):
+            value = getattr(self, name)
+            good = type(value) in (int, float) and math.isfinite(value) and value >= 0
+            if not good or (name == "clip" and not value):
+                raise TrainingError(
+                    f"{name} is {value!r}; accepted: a number {'above' if name == 'clip' else 'from'} 0"
+                )
 
 
 class Row(NamedTuple):
@@ -181,7 +202,7 @@ class Trainer:
     """A model in training, its optimizer and what has happened: `model`, `task`, `settings`, `record` of rows.
 
     Raises:
-        TrainingError: a model that is not of V4.1, float32, with the reference backend.
+        TrainingError: a model that is not of V4.1, float32, with the reference backend, or too short for the task.
     """
 
     def __init__(self, model: Transformer, task: Recall | None = None, settings: Settings | None = None):
@@ -190,6 +211,9 @@ class Trainer:
         config = model.config
         if not isinstance(config, V41Config) or model.dtype != torch.float32 or model.backend.name != "reference":
             raise TrainingError(f"model is {model.extra_repr()}; accepted: a V4.1 model, reference, float32")
+        if self.task.tokens > config.max_position_embeddings:
+            most = f"up to max_position_embeddings, {config.max_position_embeddings:,}"
+            raise TrainingError(f"a sequence has {self.task.tokens:,} tokens; accepted: {most}")
         self._load: dict[Gate, Tensor] = {}
         for module in model.modules():
             if isinstance(module, Gate):
@@ -237,6 +261,7 @@ class Trainer:
 
     def run(self, steps: int, show: Callable[[Row], None] | None = None) -> list[Row]:
         """Train until `steps` steps have been made in all; `show` is called with each row. Returns the record."""
+        _whole("steps", steps, 0, 2**31)
         while len(self.record) < steps:
             row = self.step()
             if show is not None:
@@ -266,23 +291,23 @@ class Trainer:
         """Write the run: the weights as a checkpoint that `model.load` reads, and beside them what it takes to resume.
 
         Raises:
-            CheckpointError: the folder has something in it.
+            CheckpointError: the folder has something in it, or cannot be written.
         """
-        folder = save(self.model, folder)
         tensors = {}
         for name, parameter in self._trained.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{key}"] = value
         about = {"task": asdict(self.task), "settings": asdict(self.settings), "record": self.record}
-        save_file(tensors, folder / STATE_FILE, {HEADER: json.dumps(about)})
-        return folder
+        about["tensors"] = len(tensors)
+        state = to_bytes(tensors, {HEADER: json.dumps(about)})
+        return save(self.model, folder, extra_files={STATE_FILE: state})
 
     @classmethod
     def resume(cls, folder: str | Path) -> Trainer:
         """The run that `save` wrote, to go on as if it had not stopped.
 
         Raises:
-            CheckpointError: the folder is not that of a run.
+            CheckpointError: the folder is not that of a run, or damaged.
         """
         path = Path(folder) / STATE_FILE
         if not path.is_file():
@@ -290,18 +315,41 @@ class Trainer:
         file = SafetensorsFile(path)
         try:
             about = json.loads(file.metadata[HEADER])
-            task, settings = Recall(**about["task"]), Settings(**about["settings"])
-            record = [Row(*row) for row in about["record"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{STATE_FILE} is not that of a run ({error!r})") from None
-        run = cls(load(Path(folder)), task, settings)
+            given = {"task": Recall(**about["task"]), "settings": Settings(**about["settings"])}
+            for name, value in given.items():
+                if asdict(value) != about[name]:
+                    raise ValueError(f"not every field of {name} is there")
+            record = [_row(i, row) for i, row in enumerate(about["record"], 1)]
+            if about["tensors"] != len(file.headers):
+                raise ValueError(f"{len(file.headers)} tensors, {about['tensors']} were written")
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{STATE_FILE} is not that of a run ({shorten(error)})") from None
+        run = cls(load(Path(folder)), **given)
         run.record = record
         for name in file.headers:
-            parameter, key = name.rsplit("/", 1)
-            if parameter not in run._trained:
+            parameter, _, key = name.rpartition("/")
+            if parameter not in run._trained or key not in MOMENTS:
                 raise CheckpointError(f"{STATE_FILE} has {name}, and the model has no such parameter in training")
-            run.optimizer.state[run._trained[parameter]][key] = file.tensor(name)
+            like, value = run._trained[parameter], file.tensor(name)
+            shape = () if key == "step" else tuple(like.shape)
+            if value.dtype != torch.float32 or tuple(value.shape) != shape:
+                found = f"{value.dtype} {tuple(value.shape)}"
+                raise CheckpointError(f"{STATE_FILE} has {name} as {found}; accepted: torch.float32 {shape}")
+            if key == "step" and not 1 <= value.item() <= len(record):
+                raise CheckpointError(f"{STATE_FILE} has {name} {value.item():g}; accepted: 1 to {len(record)}")
+            run.optimizer.state[like][key] = value.clone()
+        for parameter, state in run.optimizer.state.items():
+            if len(state) != len(MOMENTS):
+                name = next(name for name, p in run._trained.items() if p is parameter)
+                raise CheckpointError(f"{STATE_FILE} has {', '.join(state)} of {name}; accepted: {', '.join(MOMENTS)}")
         return run
+
+
+def _row(number: int, values: Any) -> Row:
+    row = Row(*values)
+    if row.step != number or any(type(value) not in (int, float) for value in row):
+        raise ValueError(f"row {number} of the record is {values}")
+    return row
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -347,8 +395,8 @@ def _run(options: argparse.Namespace) -> int:
         task = Recall(**{name: new[name] for name in ("pairs", "gap") if name in new})
         config = recall_config(entries="window_only" not in new)
         run = Trainer.new(config, task, Settings(seed=new.get("seed", 0)))
-    if options.out is not None and Path(options.out).exists() and any(Path(options.out).iterdir()):
-        raise TrainingError(f"--out is {options.out}, which has something in it; accepted: a new folder")
+    if options.out is not None:
+        check_place(options.out)
     count, task = sum(p.numel() for p in run.model.parameters()), run.task
     print(
         f"{count:,} parameters; {task.tokens} tokens a sequence, {task.gap} of them silence; windows reach back "

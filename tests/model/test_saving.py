@@ -202,6 +202,14 @@ def test_wrong_arguments(tmp_path):
         model.save(lm, tmp_path / "out")
 
 
+@pytest.mark.parametrize("place", ["file/below", "a" * 300])
+def test_a_place_that_cannot_be_written(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*\); accepted: a new folder in a place that can"):
+        model.save(model.load("tiny"), tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 

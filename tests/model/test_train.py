@@ -1,14 +1,30 @@
 """Training: gradients are those of the forward, recall is learnt through entries alone, a run resumes where it was."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 import model
 from flashsim.kv_cache import kv_cache
 from model.backend import Backend
 from model.differentiable import Selection
 from model.safetensors_file import CheckpointError
-from model.train import IGNORED, Recall, Settings, Trainer, TrainingError, main, reach, recall_config
+from model.train import (
+    HEADER,
+    IGNORED,
+    STATE_FILE,
+    Recall,
+    Settings,
+    Trainer,
+    TrainingError,
+    main,
+    reach,
+    recall_config,
+)
 
 
 @pytest.mark.parametrize("rounding", [True, False])
@@ -173,10 +189,119 @@ def test_what_is_refused(tmp_path, capsys):
     for arguments, part in (
         (["--resume", str(tmp_path), "--seed", "1"], "--seed is given with --resume"),
         (["--steps", "-1"], "--steps is -1"),
-        (["--out", str(tmp_path)], "has something in it"),
+        (["--out", str(tmp_path)], "is there already; accepted: a new folder"),
     ):
         assert main(arguments) == 1
         assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", 1.5),
+        ("batch_size", True),
+        ("learning_rate", float("nan")),
+        ("learning_rate", -1.0),
+        ("learning_rate", "fast"),
+        ("warmup", -3),
+        ("weight_decay", float("inf")),
+        ("index_weight", -1),
+        ("clip", 0),
+        ("bias_speed", float("nan")),
+        ("seed", -1),
+        ("seed", 2**31),
+    ],
+)
+def test_settings_are_checked(field, value):
+    with pytest.raises(TrainingError, match=f"^{field} is .*; accepted: "):
+        Settings(**{field: value})
+
+
+def test_numbers_of_steps_and_sequences_are_checked():
+    run = Trainer.new(None, Recall(pairs=1, gap=1), Settings(batch_size=1))
+    for steps in (-1, 1.5, None, float("nan")):
+        with pytest.raises(TrainingError, match="steps is "):
+            run.run(steps)
+    for size in (0, 1.5):
+        with pytest.raises(TrainingError, match="size is "):
+            run.evaluate(size)
+    with pytest.raises(TrainingError, match="a sequence has 4,100 tokens; accepted: up to max_position_embed"):
+        Trainer.new(None, Recall(pairs=1, gap=4096))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    run = Trainer.new(None, Recall(pairs=1, gap=1), Settings(batch_size=1))
+    run.run(2)
+    return run.save(tmp_path_factory.mktemp("runs") / "run")
+
+
+def changed(folder, about=lambda about: None, tensors=lambda tensors: None):
+    """Its training state with something else in the header, or among the tensors."""
+    path = folder / STATE_FILE
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()[HEADER])
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    header = about(header) or header
+    tensors(state)
+    return save(state, {HEADER: header if isinstance(header, str) else json.dumps(header)})
+
+
+NAME = "embed.weight/exp_avg"
+
+
+@pytest.mark.parametrize(
+    ("about", "tensors"),
+    [
+        (lambda about: about["settings"].update(batch_size="x"), lambda t: None),
+        (lambda about: about["settings"].update(learning_rate=float("nan")), lambda t: None),
+        (lambda about: about["settings"].pop("seed"), lambda t: None),
+        (lambda about: about["task"].pop("gap"), lambda t: None),
+        (lambda about: about.update(record=about["record"] * 2), lambda t: None),
+        (lambda about: about.update(record=[]), lambda t: None),
+        (lambda about: about.update(record=["abcd", "efgh"]), lambda t: None),
+        (lambda about: "[" * 50_000, lambda t: None),
+        (lambda about: "null", lambda t: None),
+        (lambda about: None, lambda t: t.pop(NAME)),
+        (lambda about: None, lambda t: t.clear()),
+        (lambda about: None, lambda t: t.update({NAME: t[NAME][:1].clone()})),
+        (lambda about: None, lambda t: t.update({NAME: t[NAME].int()})),
+        (lambda about: None, lambda t: t.update({"embed.weight/step": torch.tensor(-1.0)})),
+        (lambda about: None, lambda t: t.update({"embed.weight/step": torch.tensor(3.0)})),
+        (lambda about: None, lambda t: t.update({"embed.weight/other": t.pop(NAME)})),
+        (lambda about: None, lambda t: t.update({"nothing": t.pop(NAME)})),
+        (lambda about: None, lambda t: t.update({"a/exp_avg": t.pop(NAME)})),
+    ],
+)
+def test_a_damaged_run_is_one_sentence(run_folder, tmp_path, capsys, about, tensors):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    (folder / STATE_FILE).write_bytes(changed(run_folder, about, tensors))
+    assert main(["--resume", str(folder), "--steps", "3"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {STATE_FILE} ") and error.count("\n") == 1 and len(error) < 300
+
+
+def test_a_run_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    run = Trainer.new(None, Recall(pairs=1, gap=1), Settings(batch_size=1))
+    run.run(1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("model.train.asdict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "a" * 300])
+def test_a_place_that_cannot_be_written_is_said_before_training(tmp_path, capsys, out):
+    (tmp_path / "file").touch()
+    assert main(["--steps", "1", "--every", "1", "--out", str(tmp_path / out)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1 and "; accepted: " in said.err
 
 
 def test_the_command(tmp_path, capsys):
