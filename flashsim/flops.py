@@ -396,7 +396,8 @@ def _compressed(config: CompressedConfig, plan: LayerPlan) -> list[Part]:
         else:
             parts.append(Part("indexer_scores", f"{scores} * ({entries})", "fp4", source=f"{source}; full scan"))
     if plan.selection_source is not None:
-        parts.append(Part("attention_selected", f"{heads} * min({entries}, index_topk)", "bf16", source=source))
+        most = "candidate_pool" if plan.small_pool else "index_topk"
+        parts.append(Part("attention_selected", f"{heads} * min({entries}, {most})", "bf16", source=source))
     elif plan.owns_kv:
         parts.append(Part("attention_compressed", f"{heads} * ({entries})", "bf16", source=f"{source}; every entry"))
     if plan.engram is not None:

@@ -25,6 +25,7 @@ class LayerPlan(NamedTuple):
     them.
     selection_source: the layer whose selected entries it attends to; itself where it selects.
     builds_candidates, scores_candidates: whether it builds the candidate pool, whether it scores that pool alone.
+    small_pool: whether what it attends to comes from a candidate pool of fewer than `index_topk` entries.
     half: `encoder` or `decoder` of the causal encoder-decoder; None where there is none.
     feed_forward: `dense`, `moe`, or `moe_hash` where the token id chooses the experts.
     engram: which Engram table it looks up, or None.
@@ -40,6 +41,7 @@ class LayerPlan(NamedTuple):
     selection_source: int | None = None
     builds_candidates: bool = False
     scores_candidates: bool = False
+    small_pool: bool = False
     half: str | None = None
     feed_forward: str = "dense"
     engram: int | None = None
@@ -127,7 +129,7 @@ def _v41(config: V41Config, layer: int) -> LayerPlan:
     selection = max(source for source in config.index_source_layer_ids if source <= layer)
     candidates = config.candidate_source_layer_id
     role = "full" if kv_source == layer else "reindex" if selection == layer else "reuse"
-    pool = role == "reindex" and layer > candidates >= kv_source
+    pooled = selection > candidates >= kv_source
     return LayerPlan(
         layer,
         "csa2",
@@ -137,7 +139,8 @@ def _v41(config: V41Config, layer: int) -> LayerPlan:
         index_key_source=kv_source if selection == layer else None,
         selection_source=selection,
         builds_candidates=candidates == layer,
-        scores_candidates=pool,
+        scores_candidates=pooled and role == "reindex",
+        small_pool=pooled and config.candidate_topk_blocks * config.candidate_block_size < config.index_topk,
         **shared,
     )
 

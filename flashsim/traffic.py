@@ -26,7 +26,7 @@ def decode_read(
 
         window:   bytes_per_record * min(N, sliding_window)
         dense:    bytes_per_record * floor(N / compress_ratio)
-        selected: bytes_per_record * min(floor(N / compress_ratio), index_topk)
+        selected: bytes_per_record * min(floor(N / compress_ratio), index_topk), or the candidate pool where it is less
         indexer:  bytes_per_record * floor(N / compress_ratio), or of the candidate pool alone
 
     Tiers name what is read: `window`, `main`, `index`.
@@ -57,7 +57,8 @@ def decode_read(
             if plan.selects:
                 scanned = f"min({inner}, candidate_pool)" if plan.scores_candidates else entries
                 read("index_key", "index", index_record(config, layout), scanned)
-            read("main_kv", "main", main_record(config, layout), f"min({inner}, index_topk)")
+            most = "candidate_pool" if plan.small_pool else "index_topk"
+            read("main_kv", "main", main_record(config, layout), f"min({inner}, {most})")
         elif plan.owns_kv:
             read("main_kv", "main", main_record(config, layout, heads), entries)
         return result

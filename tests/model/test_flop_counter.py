@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import model
+from flashsim.config import load_config
 from flashsim.flops import decode_flops
 from model.flop_counter import REASONS, FlopCounter
 from model.tensor_table import BLOCK
@@ -69,6 +70,18 @@ def test_both_backends_count_what_is_predicted(name, options, tokens, backends):
         assert group.counted * config.o_lora_rank == group.predicted * whole
         ends = [tokens % plan.compress_ratio == 0 for plan in models[0].plans if plan.owns_kv]
         assert key.counted == sum(ends) * 2 * config.head_dim * config.index_head_dim
+
+
+# Seen to fail: min(N, index_topk) for all, 6 entries where the pool holds 4.
+def test_a_pool_smaller_than_a_selection():
+    config = load_config(load_config("tiny").to_dict() | {"candidate_topk_blocks": 1})
+    lm, tokens = model.load(config), 36  # the newest block of entries is whole
+    (counter,) = counted([lm], tokens)
+    counter.compare(decode_flops(config, tokens))
+    most = {plan.layer: 4 if plan.small_pool else 6 for plan in lm.plans if plan.selection_source is not None}
+    assert most == {2: 6, 3: 6, 4: 6, 5: 6, 6: 4, 7: 4}
+    heads = 4 * config.num_attention_heads * config.head_dim
+    assert counter.flops["attention_selected"] == heads * sum(most.values())
 
 
 def test_every_reason_is_a_component():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import model
-from flashsim.config import LADDER_PRESETS
+from flashsim.config import LADDER_PRESETS, load_config
 from flashsim.traffic import decode_read
 from model.read_counter import REASONS, ReadCounter
 
@@ -35,6 +35,12 @@ def test_the_difference_that_is_named():
     rows = {row.component: row for row in step(lm, 60).compare(decode_read(lm.config, 60))}
     assert rows["index_key"].counted > rows["index_key"].predicted and rows["index_key"].reason == REASONS["index_key"]
     assert rows["main_kv"].reason is None
+
+
+def test_a_pool_smaller_than_a_selection():
+    config = load_config(load_config("tiny").to_dict() | {"candidate_topk_blocks": 1})  # 4 entries; index_topk is 6
+    rows = {row.component: row for row in step(model.load(config), 36).compare(decode_read(config, 36))}
+    assert rows["main_kv"].counted == rows["main_kv"].predicted == 36 * (4 * 6 + 2 * 4)  # 36 bytes an entry
 
 
 def test_a_difference_without_a_name():
