@@ -11,7 +11,7 @@ of training, which no formula of this library knows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ class Fleet:
 
     def __post_init__(self):
         object.__setattr__(self, "device", device(self.device))
+        _whole("device.memory_bytes", self.device.memory_bytes, 0)
         for name in ("gpus", "tensor_parallel"):
             _whole(name, getattr(self, name), 1)
         if self.gpus % self.tensor_parallel:
@@ -63,6 +64,11 @@ class Fleet:
     def replicas(self) -> int:
         """Copies of the model, each on `tensor_parallel` GPUs."""
         return self.gpus // self.tensor_parallel
+
+
+def _of(kind: type, name: str, value: Any) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(name, value, f"a {kind.__name__} of flashsim.budget")
 
 
 def _whole(name: str, value: Any, low: int) -> None:
@@ -190,13 +196,14 @@ def capacity(config: Config | str, fleet: Fleet, context_mix: Mapping[Any, Any] 
         context_mix: tokens to share of the sequences, `{"4Ki": 3, "128Ki": 1}`; or one context.
 
     Raises:
-        ConfigError: a share that is not above 0, an empty mix.
+        ConfigError: a share that is not above 0, an empty mix, no fleet.
         ContextError: a context that is none.
 
     >>> capacity("v1", Fleet("h100-sxm", gpus=8, tensor_parallel=8), "4Ki").by_context
     {4096: 276}
     """
     config, mix = load_config(config), _mix(context_mix)
+    _of(Fleet, "fleet", fleet)
     memory = int(fleet.device.memory_bytes * (1 - Fraction(fleet.kept_free)))
     weights = -(
         -(weight_bytes(config) if fleet.weights_bytes is None else fleet.weights_bytes) // fleet.tensor_parallel
@@ -291,7 +298,7 @@ def variant(
     config = load_config(config)
     if not isinstance(config, V41Config):
         raise ConfigError("config", config.name, "a V4.1 config, whose schedule can be varied")
-    boundary = max(config.kv_source_layer_ids)
+    boundary = max(config.kv_source_layer_ids, default=config.num_hidden_layers)
     halves = {
         "encoder": [i for i, ratio in enumerate(config.compress_ratios) if ratio and i < boundary],
         "decoder": [i for i, ratio in enumerate(config.compress_ratios) if ratio and i >= boundary],
@@ -304,10 +311,13 @@ def variant(
         anew = [i for i in config.index_source_layer_ids if i in layers]
         if ratio is not None:
             _whole(f"{half}_ratio", ratio, 1)
+            if not layers:
+                raise ConfigError(f"{half}_ratio", ratio, "None, as no layer there has a cache")
             for layer in layers:
                 ratios[layer] = ratio
-        if number is not None and number != len(own):
+        if number is not None:
             _whole(f"{half}_owners", number, 1)
+        if number is not None and number != len(own):
             if number > len(layers):
                 raise ConfigError(f"{half}_owners", number, f"at most its {len(layers)} layers with a cache")
             own = [layers[len(layers) * i // number] for i in range(number)]
@@ -352,6 +362,8 @@ class Constraints:
     def __post_init__(self):
         for name in self.choices:
             value = getattr(self, name)
+            if not isinstance(value, int | str | Iterable):
+                raise ConfigError(name, value, "one value or several")
             values = (value,) if isinstance(value, int | str) else tuple(value)
             if not values:
                 raise ConfigError(name, "empty", "one value or several")
@@ -429,10 +441,14 @@ def search(
     budget = budget_bytes_per_token
     if isinstance(budget, bool) or not isinstance(budget, int | float | Fraction) or not 0 < budget < float("inf"):
         raise ConfigError("budget_bytes_per_token", budget, "a number of bytes above 0")
+    known = ", ".join(OBJECTIVES)
+    if isinstance(objectives, str) or not isinstance(objectives, Sequence) or not objectives:
+        raise ConfigError("objectives", objectives, f"a list of {known}")
     for name in objectives:
-        if name not in OBJECTIVES:
-            raise ConfigError("objectives", name, ", ".join(OBJECTIVES))
-    constraints = constraints or Constraints()
+        if not isinstance(name, str) or name not in OBJECTIVES:
+            raise ConfigError("objectives", name, known)
+    constraints = Constraints() if constraints is None else constraints
+    _of(Constraints, "constraints", constraints)
     every = list(_points(constraints))
     within = tuple(point for point in every if point.stored_bytes <= budget)
     return Search(budget, within, pareto(within, objectives), len(every), constraints)
@@ -480,6 +496,10 @@ def compare(
     >>> [row["stored_bytes_per_token"] for row in compare(["v1", "v4.1-flash"])]
     [389120, 890]
     """
+    if isinstance(configs, str) or not isinstance(configs, Sequence):
+        raise ConfigError("configs", configs, "a list of configs")
+    if fleet is not None:
+        _of(Fleet, "fleet", fleet)
     rows = []
     for source in configs:
         config = load_config(source)

@@ -159,8 +159,10 @@ def _check(asked: Settings) -> None:
         good = isinstance(value, int | float) and not isinstance(value, bool) and low < value < 10**9
         if value is not None and not (good and value >= 0):
             raise ConfigError(name, value, "a number of 10^9 bytes, or nothing")
+    if not isinstance(asked.encoder_decoder, bool):
+        raise ConfigError("encoder_decoder", asked.encoder_decoder, "True, False")
     for name, accepted in (("main", MAIN_BITS), ("index", INDEX_BITS)):
-        if getattr(asked, name) not in accepted:
+        if not isinstance(getattr(asked, name), str) or getattr(asked, name) not in accepted:
             raise ConfigError(name, getattr(asked, name), ", ".join(accepted))
 
 

@@ -61,7 +61,7 @@ def device(key: str | Device) -> Device:
     if isinstance(key, Device):
         return key
     known = devices()
-    if key not in known:
+    if not isinstance(key, str) or key not in known:
         raise ConfigError("device", key, ", ".join(known))
     return known[key]
 

@@ -42,7 +42,7 @@ from flashsim.units import ContextError, number, parse_context, plain
 from model.flop_counter import Comparison, FlopCounter
 from model.loading import load
 from model.read_counter import ReadCounter
-from model.tokenizer import encode
+from model.tokenizer import TokenizerError, encode
 
 CONTEXT, RELEASED_CONTEXT = 512, 10**6
 PROMPT = "How many bytes of cache does one more token cost? Count them. "
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         rungs = climb(options.prompt, parse_context(options.context), progress=_progress)
         if options.figure is not None:
             write_figure(rungs, options.figure)
-    except (LadderError, FigureError, ContextError) as error:
+    except (LadderError, FigureError, ContextError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps([rung.to_dict() for rung in rungs], indent=1) if options.json else table(rungs))

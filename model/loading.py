@@ -207,8 +207,11 @@ def _load_folder(folder: Path, *, packed, offload, rounding, experts, dtype, dev
 
 def _without_others(names: list[str], modules: Mapping[str, nn.Module], config: Config, experts: range) -> list[str]:
     """The names less those of routed experts that this process does not hold."""
-    total = config.n_routed_experts if isinstance(config, V41Config) else 0
-    if experts.step != 1 or not 0 <= experts.start < experts.stop <= total:
+    if not isinstance(config, V41Config):
+        raise CheckpointError(f"experts is {experts}; accepted: None, as model_type is {config.model_type}")
+    total = config.n_routed_experts
+    good = isinstance(experts, range) and experts.step == 1
+    if not good or not 0 <= experts.start < experts.stop <= total:
         raise CheckpointError(f"experts is {experts}; accepted: a range of the {total} routed experts of a V4.1 model")
     layers = [path for path, layer in modules.items() if isinstance(layer, MoE)]
     others = [f"{path}.experts.{i}." for path in layers for i in range(total) if i not in experts]

@@ -146,7 +146,15 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer | None:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text. Nothing is added in front or behind; special tokens written in the text are recognised."""
+    """The ids of a text. Nothing is added in front or behind; special tokens written in the text are recognised.
+
+    Raises:
+        TokenizerError: the text has a lone surrogate, as bytes of a shell become that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TokenizerError(f"text is {shorten(text)}; accepted: Unicode, without lone surrogates") from None
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -20,6 +20,8 @@ from model.indexer import entries_of
 from model.step import Step
 from model.transformer import Transformer
 
+OPS = ("index_scores", "sparse_attention")  # of the backend, that a trace looks at
+
 
 @dataclass
 class LayerTrace:
@@ -75,14 +77,17 @@ class Trace:
             self._hooks.append(block.attn.register_forward_hook(self._leave))
         backend = self.model.backend
         self._scores, self._attention = backend.index_scores, backend.sparse_attention
-        # on the instance: they hide the methods of its class
+        # on the instance: they hide the methods of its class, or those of a trace around this one
+        self._hidden = {name: vars(backend)[name] for name in OPS if name in vars(backend)}
         backend.index_scores, backend.sparse_attention = self._scored, self._attended
         return self
 
     def __exit__(self, *error) -> None:
         for hook in self._hooks:
             hook.remove()
-        del self.model.backend.index_scores, self.model.backend.sparse_attention
+        for name in OPS:
+            delattr(self.model.backend, name)
+        vars(self.model.backend).update(self._hidden)
 
     def _enter(self, attention, args) -> None:
         self._parts: list[Tensor] = []

@@ -96,6 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("lessons", nargs="*", help="numbers of lessons, or explorer; all of them")
     parser.add_argument("--check", action="store_true", help="write nothing, compare with what is committed")
     chosen = parser.parse_args(arguments)
+    known = [path.stem.partition("_")[0] for path in notebooks()]
+    for name in chosen.lessons:
+        if name not in known:
+            print(f"error: lesson is {name!r}; accepted: {', '.join(known)}", file=sys.stderr)
+            return 1
     failed = 0
     for path in notebooks():
         if chosen.lessons and path.stem.partition("_")[0] not in chosen.lessons:

@@ -101,7 +101,7 @@ def exercise(id: str) -> Exercise:
         ExerciseError: there is none.
     """
     known = exercises()
-    if id not in known:
+    if not isinstance(id, str) or id not in known:
         raise ExerciseError(f"exercise is {id!r}; accepted: {', '.join(known)}")
     return known[id]
 
@@ -114,7 +114,8 @@ def hint(id: str) -> str:
 def check(id: str, answer: Any = ...) -> Verdict:
     """Says whether an answer is right, and why; `...` or None is no answer yet.
 
-    A number may be an int, a float or a Fraction, a text `"890"`; a list any sequence, in the order that was asked for.
+    A number may be an int, a float or a Fraction, a text `"890"`; a list any sequence, in the order that was asked for;
+    and arrays and tensors count as the numbers that they hold.
 
     Raises:
         ExerciseError: there is no such exercise.
@@ -137,6 +138,7 @@ def check(id: str, answer: Any = ...) -> Verdict:
 
 def _like(answer: Any, expected: Answer) -> Any:
     """The answer as the kind of value that is asked for."""
+    answer = _plain(answer)
     if isinstance(expected, bool):
         if not isinstance(answer, bool):
             raise ValueError("The answer is True or False")
@@ -153,9 +155,15 @@ def _like(answer: Any, expected: Answer) -> Any:
             return Fraction(number)
         except (TypeError, ValueError, OverflowError, ZeroDivisionError):
             raise ValueError("The answer is one number, without its unit") from None
-    if isinstance(answer, str | bytes) or not hasattr(answer, "__iter__"):
+    if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
         raise ValueError("The answer is a list")
-    return list(answer)
+    return [_plain(value) for value in answer]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as those of Python, which have no width."""
+    convert = getattr(value, "tolist", None)
+    return convert() if callable(convert) and not isinstance(value, type) else value
 
 
 def _same(given: Any, expected: Answer, tolerance: float) -> bool:

@@ -1,6 +1,7 @@
 """Capacity worked out by hand, fronts checked pair by pair, and one sentence for what cannot be."""
 
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -20,11 +21,23 @@ from flashsim.budget import (
     weight_bytes,
 )
 from flashsim.config import PRESETS, load_config
+from flashsim.hardware import device
 from flashsim.kv_cache import kv_bytes_per_token, kv_cache
 from flashsim.params import parameters
 from flashsim.reading import ConfigError
 from flashsim.schedule import layer_plan
 from flashsim.units import ContextError
+
+ALONE = load_config(
+    load_config("v4.1-flash").to_dict()
+    | {
+        "compress_ratios": [0] * 40,
+        "kv_source_layer_ids": [],
+        "index_source_layer_ids": [],
+        "candidate_source_layer_id": -1,
+    }
+)
+"""V4.1 without a layer that has a cache."""
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
@@ -153,6 +166,21 @@ def test_what_does_not_fit_says_so():
         (lambda: search(890, Constraints(encoder_owners=99)), "encoder_owners is 99; accepted: at most its 18 layers"),
         (lambda: search(890, Constraints(base="v3")), "config is 'v3'; accepted: a V4.1 config"),
         (lambda: variant(window=0), "window is 0; accepted: a whole number from 1"),
+        (lambda: variant(decoder_owners=True), "decoder_owners is True; accepted: a whole number from 1"),
+        (lambda: variant(ALONE, encoder_owners=1), "encoder_owners is 1; accepted: at most its 0 layers with a cache"),
+        (lambda: variant(ALONE, decoder_ratio=2), "decoder_ratio is 2; accepted: None, as no layer there has a cache"),
+        (lambda: search(890, Constraints(base=ALONE)), "encoder_ratio is 1; accepted: None"),
+        (lambda: Fleet(["h200-sxm"]), "device is ['h200-sxm']; accepted: a100-80gb"),
+        (lambda: Fleet(replace(device("b200"), memory_bytes=float("nan"))), "device.memory_bytes is nan"),
+        (lambda: capacity("v1", "h200-sxm", "4Ki"), "fleet is 'h200-sxm'; accepted: a Fleet"),
+        (lambda: compare(["v1"], "4Ki", "h200-sxm"), "fleet is 'h200-sxm'; accepted: a Fleet"),
+        (lambda: compare("v1"), "configs is 'v1'; accepted: a list of configs"),
+        (lambda: search(890, {"main": "fp4"}), "constraints is {'main': 'fp4'}; accepted: a Constraints"),
+        (lambda: search(890, objectives="stored_bytes"), "objectives is 'stored_bytes'; accepted: a list of stored_b"),
+        (lambda: search(890, objectives=()), "objectives is (); accepted: a list of stored_bytes"),
+        (lambda: search(890, objectives=(["window_bytes"],)), "objectives is ['window_bytes']; accepted: stored_bytes"),
+        (lambda: Constraints(encoder_ratio=2.0), "encoder_ratio is 2.0; accepted: one value or several"),
+        (lambda: Constraints(main=None), "main is None; accepted: one value or several"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(make, text):
@@ -169,6 +197,10 @@ def test_a_context_that_is_none():
 
 
 # --- other models -----------------------------------------------------------------------------------------------------
+
+
+def test_windows_alone_keep_their_window():
+    assert variant(ALONE) == ALONE and variant(ALONE, window=7).sliding_window == 7
 
 
 def test_nothing_asked_is_the_release():

@@ -1,7 +1,9 @@
 """Every solution passes its check; every known mistake is wrong and gets its own hint; no hint gives an answer away."""
 
+import itertools
 import re
 import runpy
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -58,6 +60,36 @@ def test_no_hint_gives_the_answer_away(id):
             assert not shown & set(re.findall(r"\d[\d,]*(?:\.\d+)?", text)), text
 
 
+class Array:
+    """What numpy and torch have in common: `tolist`."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tolist(self):
+        return self.value
+
+
+# Numbers of numpy had their own width: 890 times a tolerance of 10^9 did not fit it.
+@pytest.mark.parametrize("id", ALL)
+def test_numbers_of_an_array_are_numbers(id, answers):
+    answer = answers[id]
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
+        assert check(id, Array(list(answer))) and check(id, [Array(a) for a in answer])
+    else:
+        assert check(id, Array(answer))
+    assert not check(id, Array(-12345))
+
+
+@pytest.mark.parametrize("id", ["00.1", "03.4", "12.1"])
+def test_what_has_no_end_or_no_value_is_no_answer(id):
+    for wrong in (itertools.count(), itertools.count, Array([[0, 1], [2, 3]]), {1, 2}, 1j):
+        assert not check(id, wrong)
+
+
 def test_an_unknown_exercise():
+    with pytest.raises(ExerciseError, match=r"exercise is \[\]; accepted"):
+        check([], 1)
+
     with pytest.raises(ExerciseError, match="99"):
         check("99.1", 3)

@@ -147,6 +147,21 @@ def test_names_that_do_not_exist(tmp_path):
         model.load("tiny", offload=True)
 
 
+@pytest.mark.parametrize(
+    ("folder", "experts", "accepted"),
+    [
+        ("aq", [0, 1], "a range of the 8 routed experts"),
+        ("aq", 3, "a range of the 8 routed experts"),
+        ("aq", range(9), "a range of the 8 routed experts"),
+        ("v4", range(2), "None, as model_type is deepseek_v4"),
+    ],
+)
+def test_experts_that_cannot_be_held(folder, experts, accepted):
+    with pytest.raises(CheckpointError) as error:
+        model.load(GOLDEN / folder, experts=experts)
+    assert str(error.value).startswith(f"experts is {experts}; accepted: {accepted}")
+
+
 def test_devices_that_are_not_there():
     with pytest.raises(CheckpointError, match=r"device is 'gpu'; accepted: cpu, cuda, cuda:N or meta"):
         model.load("tiny", device="gpu")

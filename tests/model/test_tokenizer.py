@@ -10,6 +10,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from model.tokenizer import (  # noqa: E402
     TextStream,
     TokenizerError,
+    byte_tokenizer,
     check_ids,
     compressed_ids,
     encode,
@@ -115,6 +116,12 @@ def test_files_that_are_no_tokenizer(tmp_path):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(TokenizerError, match="not a tokenizer file"):
             load_tokenizer(tmp_path)
+
+
+def test_a_text_that_is_no_unicode():
+    """Bytes of a shell that are no UTF-8 come as lone surrogates."""
+    with pytest.raises(TokenizerError, match=r"text is 'a.udcff'; accepted: Unicode"):
+        encode(byte_tokenizer(512), "a\udcff")
 
 
 def test_check_ids():

@@ -59,6 +59,16 @@ def test_a_prefill_runs_the_decoder_half_for_the_tail(tiny, ids):
     assert trace[7].positions.tolist() == [[96, 97, 98, 99]]
 
 
+def test_a_trace_within_a_trace(tiny, ids):
+    with Trace(tiny) as outer:
+        with Trace(tiny) as inner:
+            tiny(ids[:, :20])
+        tiny(ids[:, :9])
+    assert inner.rows[2] == 2 * 20 and outer.rows[2] == 2 * 29
+    torch.testing.assert_close(inner[2].scores[:, :9, :4], outer[2].scores)
+    assert not vars(tiny.backend).keys() & {"index_scores", "sparse_attention"}
+
+
 def test_what_it_refuses(tiny):
     with pytest.raises(TypeError, match="Linear"):
         Trace(torch.nn.Linear(2, 2))

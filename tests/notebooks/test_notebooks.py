@@ -49,6 +49,13 @@ def test_the_list_of_lessons_is_true():
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["3", "99", "tour"])
+def test_a_lesson_that_is_not_there(name, capsys):
+    """It ran nothing, and said that all was well."""
+    assert execute.main([name, "--check"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: lesson is {name!r}; accepted: 00, 01, 02")
+
+
 def test_a_changed_number_is_seen():
     """The comparison fails where a number differs, and lets a time pass."""
     cell = nbformat.v4.new_code_cell("print(890)")
