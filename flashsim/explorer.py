@@ -126,7 +126,7 @@ def explore(settings: Settings) -> View:
 
 
 def _explore(asked: Settings) -> View:
-    _check(asked)
+    check(asked)
     config, notes = model_of(asked.model), []
     context = parse_context(asked.context)
     chosen = _varied(config, asked, notes)
@@ -149,7 +149,13 @@ def _explore(asked: Settings) -> View:
     )
 
 
-def _check(asked: Settings) -> None:
+def check(asked: Settings) -> None:
+    """Whether the settings that hold for every model can be.
+
+    Raises:
+        ConfigError: one cannot; names it, its value and what is accepted.
+    """
+    device(asked.device)
     for name in ("sequences", "gpus", "tensor_parallel"):
         value = getattr(asked, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:

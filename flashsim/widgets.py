@@ -100,8 +100,13 @@ def explorer(settings: budget.Settings | None = None) -> Any:
 
     What it shows is `flashsim.explorer.explore` of its settings, `box.knobs` are its knobs by the names of
     `Settings`. Knobs that a model does not have are off.
+
+    Raises:
+        ConfigError: settings of no knob, such as a GPU that is not known. A model or a context that cannot be stands
+            in the picture, to be corrected.
     """
     w, start = _ipywidgets(), settings or budget.Settings()
+    budget.check(start)
     own = not (isinstance(start.model, str) and start.model in (*PRESETS, *SMALL_PRESETS))
     text = budget.model_text(start.model) if own else ""
     layout = w.Layout(width="25em")
@@ -111,6 +116,7 @@ def explorer(settings: budget.Settings | None = None) -> Any:
 
     context = str(start.context)
     contexts = CONTEXTS if context in CONTEXTS else (*CONTEXTS, context)
+    ranks = sorted({*(2**i for i in range(8)), start.tensor_parallel})
     knobs = {
         "model": knob(w.Dropdown, "model", options=[*PRESETS, *SMALL_PRESETS, OWN], value=OWN if own else start.model),
         "text": knob(w.Textarea, OWN, value=text, placeholder="paste the text of a config.json"),
@@ -120,10 +126,8 @@ def explorer(settings: budget.Settings | None = None) -> Any:
         "device": knob(
             w.Dropdown, "GPU", options=[(it.name, key) for key, it in devices().items()], value=start.device
         ),
-        "gpus": knob(w.BoundedIntText, "GPUs", value=start.gpus, min=1, max=10**6),
-        "tensor_parallel": knob(
-            w.SelectionSlider, "GPUs a replica", options=[2**i for i in range(8)], value=start.tensor_parallel
-        ),
+        "gpus": knob(w.BoundedIntText, "GPUs", value=start.gpus, min=1, max=10**9),
+        "tensor_parallel": knob(w.SelectionSlider, "GPUs a replica", options=ranks, value=start.tensor_parallel),
         "memory_gb": knob(w.Text, "GB a GPU", value=_blank(start.memory_gb), placeholder="of the GPU"),
         "weights_gb": knob(w.Text, "GB of weights", value=_blank(start.weights_gb), placeholder="as released"),
         "encoder_owners": knob(w.IntSlider, "encoder caches", min=1, max=1),
@@ -194,8 +198,14 @@ def explorer(settings: budget.Settings | None = None) -> Any:
     turning[0] = True
     for name in budget.MECHANISMS:
         value = getattr(start, name)
-        if value is not None and name in released:
-            knobs[name].value = value
+        if value is None or name not in released:
+            continue
+        it = knobs[name]
+        if hasattr(it, "min"):  # the knob reaches as far as it is asked to
+            it.max, it.min = max(it.max, value), min(it.min, value)
+        elif value not in it.options:
+            it.options = sorted({*it.options, value})
+        it.value = value
     knobs["encoder_decoder"].value = start.encoder_decoder
     turning[0] = False
     for name in ("model", "text"):
@@ -218,7 +228,7 @@ def _title(words: str) -> Any:
 
 
 def _blank(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
+    return "" if value is None else str(value)
 
 
 def _number(words: str) -> float | str | None:
@@ -258,7 +268,7 @@ def layer_map(config: Config | str = "v4.1-flash") -> Any:
 def block(values: Sequence[float] | str = "0.25 1.25 -2.5 5 0.1 6 -0.3 3.5 0 0.001 2 7 -7 4 0.75 -0.75") -> Any:
     """Numbers to type, and what a block of them is stored as: bits, scale, decoded values, errors."""
     w = _ipywidgets()
-    words = values if isinstance(values, str) else " ".join(f"{value:g}" for value in values)
+    words = values if isinstance(values, str) else " ".join(str(value) for value in values)
     knobs = {
         "words": w.Textarea(words, description="numbers", style=WIDE, layout=w.Layout(width="46em", height="3.6em")),
         "kind": w.ToggleButtons(options=live.KIND_NAMES, description="format", style=WIDE | {"button_width": "14em"}),

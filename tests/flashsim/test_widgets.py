@@ -16,6 +16,7 @@ from flashsim.config import PRESETS, load_config
 from flashsim.explorer import INDEX_BITS, MAIN_BITS, Settings, explore, headline, table_text, waterfall_svg
 from flashsim.kv_cache import kv_bytes_per_token
 from flashsim.live import layer_html
+from flashsim.reading import ConfigError
 
 GQA = """{"model_type": "llama", "vocab_size": 100, "hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 9,
 "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}"""
@@ -204,3 +205,39 @@ def test_a_replay_follows_its_knobs():
     assert "prefix is 128; accepted: at most the prompt" in turn(box, prefix=128, prompt=64)[-1]
     with pytest.raises(ValueError, match=r"config is .v3.; accepted: a V4.1 config"):
         widgets.replay("v3")
+
+
+# Seen to fail: 5,000 became 1,024 without a word, 80.1234567 became 80.1235, and a ratio of 3 was a TraitError.
+@pytest.mark.parametrize(
+    "turned",
+    [
+        {"window": 5000},
+        {"encoder_ratio": 3, "decoder_ratio": 32},
+        {"encoder_owners": 99},
+        {"window": 0},
+        {"tensor_parallel": 256, "gpus": 256},
+        {"gpus": 10**7, "tensor_parallel": 1},
+        {"memory_gb": 80.1234567, "weights_gb": 300.000001},
+    ],
+)
+def test_the_explorer_begins_where_it_was_asked_to(turned):
+    settings = Settings(**turned)
+    assert widgets.explorer(settings).knobs and widgets.explorer(settings).shown[-1].value == table_text(
+        explore(settings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("turned", "text"),
+    [
+        ({"device": "gtx"}, "device is 'gtx'; accepted: a100-80gb"),
+        ({"sequences": 0}, "sequences is 0"),
+        ({"main": "int4"}, "main is 'int4'"),
+        ({"encoder_decoder": None}, "encoder_decoder is None"),
+        ({"memory_gb": "much"}, "memory_gb is 'much'"),
+    ],
+)
+def test_settings_that_no_knob_has(turned, text):
+    with pytest.raises(ConfigError) as error:
+        widgets.explorer(Settings(**turned))
+    assert str(error.value).startswith(text)
