@@ -15,7 +15,7 @@ from flashsim.budget import variant
 from flashsim.config import PRESETS, load_config
 from flashsim.explorer import INDEX_BITS, MAIN_BITS, Settings, explore, headline, table_text, waterfall_svg
 from flashsim.kv_cache import kv_bytes_per_token
-from flashsim.live import layer_html
+from flashsim.live import block_html, layer_html
 from flashsim.reading import ConfigError
 
 GQA = """{"model_type": "llama", "vocab_size": 100, "hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 9,
@@ -241,3 +241,8 @@ def test_settings_that_no_knob_has(turned, text):
     with pytest.raises(ConfigError) as error:
         widgets.explorer(Settings(**turned))
     assert str(error.value).startswith(text)
+
+
+def test_a_block_shows_the_numbers_it_was_given():
+    """Six digits were kept: 0.2500001 became 0.25."""
+    assert texts(widgets.block([0.2500001, 6.0])) == [block_html("0.2500001 6.0")]
